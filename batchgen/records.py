@@ -1,0 +1,94 @@
+"""The nouns that cross module borders. Plain data: no torch, no files, no behaviour beyond derived values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+"""One picture, uint8 `[H, W, 3]`, RGB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one static shape and one update form can serve; with a batch size and a dtype it names a bucket."""
+
+    width: int
+    height: int
+    is_guided: bool
+    text_length: int
+    """Tokens per encoded prompt; 0 for a model without a text encoder."""
+    form: str
+    """The sampler's update form (`models/facts.py`), or "" for one that runs its own update."""
+    sampler: str = ""
+    steps: int = 0
+    """`sampler` and `steps` belong to the key only where `form` is "", else they are empty and per row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One image to make, every parameter resolved."""
+
+    index: int
+    """Place in its shard's row group; receipts and row tables name rows by it."""
+    id: str
+    image_number: int
+    prompt: str
+    negative_prompt: str | None
+    """None is the family's own no-negative conditioning, which need not be that of ""."""
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    sampler: str
+    """A name of `models/facts.py` or a diffusers scheduler class."""
+    seed: int
+    """As given or derived, 0 to 2^64 - 1."""
+
+    @property
+    def noise_seed(self) -> int:
+        """The bits of the seed that torch's CPU generator reads: two seeds that share it share their noise."""
+        return self.seed & 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that run together. `size` is the bucket's batch size: slots beyond `rows` are padding."""
+
+    number: int
+    """Place in its shard."""
+    size: int
+    group: Group
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A row that was made. The generator fills all fields; the writer reads them."""
+
+    row: Row
+    pixels: Pixels
+    batch_size: int
+    mode: str
+    """What ran: "eager", "graph", …; "pattern" where no network ran."""
+    tokens: int | None
+    tokens_dropped: int | None
+    seconds: float
+    """The batch's wall seconds divided by its rows."""
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A row that was tried and could not be made."""
+
+    row: Row
+    error: str
+    """The exception's class, or "NotFinite", "Constant"."""
+    message: str
+    retries: int = 0
+
+
+Outcome = Image | Failure
