@@ -70,7 +70,7 @@ class JsonLines:
                 return known
             if isinstance(value, list | dict) and not _is_scalar(known):
                 self._as_text.add(name)
-                return known
+                return known if pa.types.is_nested(known) else pa.struct([])
             raise UsageError(
                 f"{self.path}, line {line}: column {name} is {shorten(value)}, {error}; a column holds "
                 "values of one type"
