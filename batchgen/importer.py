@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-import uuid
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import Interrupted, UsageError
+from batchgen.errors import UsageError
+from batchgen.filesystem import FileSystem, resumable
 from batchgen.sources.base import Source
 from batchgen.sources.hub import HubTable
 from batchgen.sources.jsonlines import JsonLines
@@ -85,9 +86,7 @@ def _open(source: str, split: str | None) -> Source:
 def _open_file(path: Path, split: str | None) -> Source:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        raise UsageError(
-            f"{path} is Parquet already: give it to `batchgen run` as it is (a job file maps columns)"
-        )
+        raise UsageError(f"{path} is Parquet already: give it to `batchgen run` as it is (a job file maps columns)")
     if suffix not in _READERS:
         raise UsageError(f"{path}: files of this kind are not taken; import takes {_ALLOWED}")
     if split is not None:
@@ -96,9 +95,7 @@ def _open_file(path: Path, split: str | None) -> Source:
 
 
 def _looks_like_file(source: str) -> bool:
-    return (
-        Path(source).suffix.lower() in _READERS or source.startswith((".", "/", "~")) or source.count("/") > 1
-    )
+    return Path(source).suffix.lower() in _READERS or source.startswith((".", "/", "~")) or source.count("/") > 1
 
 
 def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str, str]:
@@ -113,13 +110,9 @@ def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str
     theirs_to_ours = {theirs: ours for ours, theirs in columns.items()}
     renamed = {name: theirs_to_ours.get(name, name) for name in names}
     if "prompt" not in renamed.values():
-        raise UsageError(
-            f"{source} has no column prompt; {_found(names)}. Add --column prompt={_nearest(names)}"
-        )
+        raise UsageError(f"{source} has no column prompt; {_found(names)}. Add --column prompt={_nearest(names)}")
     if "" in renamed.values():
-        raise UsageError(
-            f"{source}: a column has no name; give it one with --column index= (any name will do)"
-        )
+        raise UsageError(f"{source}: a column has no name; give it one with --column index= (any name will do)")
     _refuse_twins(
         list(renamed.values()),
         f"{source}: after --column two columns have one name; rename the other one too",
@@ -153,24 +146,19 @@ def _nearest(names: list[str]) -> str:
 @contextmanager
 def _in_place(out: Path) -> Iterator[Path]:
     """A temporary path beside `out` that takes its place, durably, if the block succeeds, and goes if not."""
-    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.tmp")
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}.tmp")
+    files = FileSystem()
     try:
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, out)
-        _sync(out.parent)
+        with resumable(out):
+            yield temporary
+            with temporary.open("rb") as file:
+                files.sync_file(file)
+            os.replace(temporary, out)
+            files.sync_folder(out.parent)
     except OSError as error:
-        raise Interrupted(f"{out} could not be written: {error}; make room and import again") from None
+        raise UsageError(f"{out} cannot be written: {error}") from None
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write(batches: Iterator[pa.RecordBatch], path: Path, source: str) -> int:

@@ -118,9 +118,7 @@ def write(folder: Path) -> None:
         pq.write_table(table(), folder / f"{name}.parquet", compression="zstd", store_schema=False)
 
 
-def _table(
-    rows: tuple[tuple[object, ...], ...] | list[tuple[object, ...]], schema: pa.Schema = SCHEMA
-) -> pa.Table:
+def _table(rows: tuple[tuple[object, ...], ...] | list[tuple[object, ...]], schema: pa.Schema = SCHEMA) -> pa.Table:
     columns = zip(*rows, strict=True)
     return pa.table([pa.array(c, t) for c, t in zip(columns, schema.types, strict=True)], schema=schema)
 

@@ -141,6 +141,10 @@ CELLS = {
         "seed,prompt\n-1,\n,b\n0,c\n",
         [SEEDLESS, SEEDLESS | {"prompt": "b"}, {"seed": 0, "prompt": "c"}],
     ),
+    "zero fractions of gappy columns": (
+        "prompt,width\na,512.0\nb,\n",
+        [{"prompt": "a", "width": 512}, {"prompt": "b", "width": None}],
+    ),
     "blanks round numbers": ("prompt,width\na, 512 \n", [{"prompt": "a", "width": 512}]),
 }
 
@@ -224,6 +228,7 @@ FAULTS = {
         "k.csv",
         "prompt,seed\na,18446744073709551616\n",
     ): "column seed is '18446744073709551616'; a whole number from",
+    ("kk.csv", "prompt,seed\na,5.0\n"): "column seed is '5.0'",
     ("l.csv", "prompt,seed\na,-2\n"): "column seed is '-2'",
     ("m.csv", "prompt,guidance_scale\na,nan\nb,1e999\nc,7_5\n"): "3 faults",
     ("n.csv", "prompt,width\na,99999999999\n"): "column width is '99999999999'",
@@ -332,8 +337,8 @@ def test_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("batchgen.importer.os.fsync", full)
-    with pytest.raises(Interrupted, match="No space left on device"):
+    monkeypatch.setattr("batchgen.filesystem.os.fsync", full)
+    with pytest.raises(Interrupted, match="the disk is full"):
         import_rows(str(tmp_path / "a.txt"), tmp_path / "o.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
@@ -354,9 +359,7 @@ def test_parti_prompts(tmp_path: Path) -> None:
 
 def test_geneval(tmp_path: Path) -> None:
     done = import_rows(str(DATA / "geneval_evaluation_metadata.jsonl"), tmp_path / "o.parquet")
-    objects = [
-        json.loads(line) for line in (DATA / "geneval_evaluation_metadata.jsonl").open(encoding="utf-8")
-    ]
+    objects = [json.loads(line) for line in (DATA / "geneval_evaluation_metadata.jsonl").open(encoding="utf-8")]
     assert done.rows == len(objects) == 553
     assert done.columns == ("tag", "include", "prompt", "exclude")
     for row, thing in zip(pq.read_table(tmp_path / "o.parquet").to_pylist(), objects, strict=True):

@@ -40,10 +40,7 @@ def take(folder: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
 
 def expected() -> list[dict[str, Any]]:
     rows = [dict(zip(ROWS, values, strict=True)) for values in zip(*ROWS.values(), strict=True)]
-    return [
-        {"prompt": row.pop("caption"), **row, "seed": None if row["seed"] == -1 else row["seed"]}
-        for row in rows
-    ]
+    return [{"prompt": row.pop("caption"), **row, "seed": None if row["seed"] == -1 else row["seed"]} for row in rows]
 
 
 def test_saved_data_set(tmp_path: Path) -> None:
@@ -57,9 +54,7 @@ def test_folder_of_parquet_with_splits(tmp_path: Path) -> None:
     folder = tmp_path / "set" / "data"
     folder.mkdir(parents=True)
     for split in ("train", "test"):
-        datasets.Dataset.from_dict({**ROWS, "from": [split] * 3}).to_parquet(
-            folder / f"{split}-00000.parquet"
-        )
+        datasets.Dataset.from_dict({**ROWS, "from": [split] * 3}).to_parquet(folder / f"{split}-00000.parquet")
     with pytest.raises(UsageError, match="no split was named; add --split with one of: train, test"):
         take(tmp_path / "set", tmp_path / "o.parquet")
     with pytest.raises(UsageError, match="it has no split 'val'"):
@@ -106,7 +101,5 @@ def test_empty_folder_and_unknown_name(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"the folder .* cannot be loaded as a data set"):
         import_rows(str(tmp_path / "empty"), tmp_path / "o.parquet")
-    with pytest.raises(
-        UsageError, match="nobody/no-such-set is no file or folder here, and cannot be loaded"
-    ):
+    with pytest.raises(UsageError, match="nobody/no-such-set is no file or folder here, and cannot be loaded"):
         import_rows("nobody/no-such-set", tmp_path / "o.parquet")

@@ -10,7 +10,9 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.checks import Rules
 from batchgen.job import load_job
+from batchgen.models.facts import Facts, SamplerFacts
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("quickstart", "mixed_sizes", "broken")
@@ -38,9 +40,7 @@ def test_script_writes_the_same_bytes_twice(make: ModuleType, tmp_path: Path) ->
         folder.mkdir()
         make.write(folder)
     for name in NAMES:
-        assert (tmp_path / f"one/{name}.parquet").read_bytes() == (
-            tmp_path / f"two/{name}.parquet"
-        ).read_bytes()
+        assert (tmp_path / f"one/{name}.parquet").read_bytes() == (tmp_path / f"two/{name}.parquet").read_bytes()
 
 
 def test_no_manifest_is_without_its_test() -> None:
@@ -54,6 +54,23 @@ def test_quickstart_is_small_and_mixed() -> None:
     assert sizes == {(64, 64), (96, 64), (64, 96), (96, 96), (128, 128)}
     assert all(row["guidance_scale"] > 1 for row in rows if row["negative_prompt"] is not None)
     assert {row["seed"] for row in rows} >= {None, 2**32, 2**53 + 1, 2**64 - 1}
+
+
+def bad_ids(name: str) -> set[str]:
+    facts = Facts(
+        family="any", size_multiple=8, min_size=64, width=64, height=64, steps=8, guidance_scale=7.5,
+        sampler="ddim", text_length=0, samplers={"ddim": SamplerFacts("DDIMScheduler")},
+    )  # fmt: skip
+    table = pq.read_table(ROOT / f"manifests/{name}.parquet").combine_chunks()
+    bad = Rules(load_job(), facts).check(table.to_batches()[0], 0).bad
+    return {table.column("id")[cell.row].as_py() for cell in bad}
+
+
+def test_every_broken_row_and_no_other_is_refused() -> None:
+    rows = pq.read_table(ROOT / "manifests/broken.parquet").column("id").to_pylist()
+    assert bad_ids("broken") == {row for row in rows if not row.startswith("good-") and row != "twice"}
+    assert rows.count("twice") == 2
+    assert bad_ids("quickstart") == bad_ids("mixed_sizes") == set()
 
 
 def test_mixed_sizes_has_five_rows_of_each_of_40() -> None:

@@ -1,7 +1,8 @@
 """The columns that batchgen knows: their types, and how one value of a source becomes one of the manifest.
 
 Nothing is rounded, cut or guessed: a value that is not exactly of its column's type raises ValueError, whose
-message is the rule.
+message is the rule. Sizes and counts may end in ".0", as programs write them that keep gaps in a column of
+numbers; a seed may not, for it may have been rounded on the way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from batchgen.columns import is_text
 
 TYPES: Mapping[str, pa.DataType] = {
     "prompt": pa.string(),
@@ -26,7 +29,8 @@ TYPES: Mapping[str, pa.DataType] = {
 }
 """Columns with a type of their own; every other column keeps the source's."""
 
-_INT = re.compile(r"[+-]?[0-9]+")
+_INT = re.compile(r"([+-]?[0-9]+)(\.0+)?")
+_SEED = re.compile(r"([+-]?[0-9]+)")
 _FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _DERIVED = -1
 """The seed that stands for "derive one", as null does."""
@@ -64,7 +68,7 @@ def settle(name: str, array: pa.Array) -> pa.Array:
     if pa.types.is_null(found):
         return array.cast(wanted)
     if wanted == pa.string():
-        if not _is_text(found):
+        if not is_text(found):
             raise ValueError(f"{_TEXT_RULE}, the column is of type {found}")
         return array.cast(wanted)
     if not (pa.types.is_integer(found) or (pa.types.is_floating(found) and name != "seed")):
@@ -74,19 +78,12 @@ def settle(name: str, array: pa.Array) -> pa.Array:
     return array.cast(wanted)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(
-        pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)
-    )
-
-
 def _parse_int(cell: str) -> int | None:
-    return _check_int(_integer(cell, _INT_RULE)) if cell else None
+    return _check_int(_integer(cell, _INT, _INT_RULE)) if cell else None
 
 
 def _parse_seed(cell: str) -> int | None:
-    return _check_seed(_integer(cell, _SEED_RULE)) if cell else None
+    return _check_seed(_integer(cell, _SEED, _SEED_RULE)) if cell else None
 
 
 def _parse_float(cell: str) -> float | None:
@@ -97,17 +94,19 @@ def _parse_float(cell: str) -> float | None:
     return _check_float(float(cell))
 
 
-def _integer(cell: str, rule: str) -> int:
-    digits = cell.strip(" ")
+def _integer(cell: str, pattern: re.Pattern[str], rule: str) -> int:
+    found = pattern.fullmatch(cell.strip(" "))
     # Python refuses to read numbers of thousands of digits; none of them is in range anyway.
-    if len(digits) > 40 or not _INT.fullmatch(digits):
+    if not found or len(found[1]) > 40:
         raise ValueError(rule)
-    return int(digits)
+    return int(found[1])
 
 
 def _check_int(value: object) -> int | None:
     if value is None:
         return None
+    if type(value) is float and value.is_integer():
+        value = int(value)
     if type(value) is not int or not -(2**31) <= value < 2**31:
         raise ValueError(_INT_RULE)
     return value

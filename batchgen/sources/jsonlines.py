@@ -116,17 +116,13 @@ def _same(value: object) -> object:
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(
-            line, object_pairs_hook=_without_twins, parse_constant=_refused, parse_float=_finite
-        )
+        value = json.loads(line, object_pairs_hook=_without_twins, parse_constant=_refused, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} cannot be taken: {error}") from None
     if not isinstance(value, dict):
-        raise UsageError(
-            f'{where} is {shorten(value)}; every line must be one object, like {{"prompt": "a cat"}}'
-        )
+        raise UsageError(f'{where} is {shorten(value)}; every line must be one object, like {{"prompt": "a cat"}}')
     return value
 
 

@@ -36,9 +36,7 @@ class Table:
             return
         header = next(self._records(), None)
         if header is None:
-            raise UsageError(
-                f"{self.path} is empty: its first line must name the columns, `prompt` among them"
-            )
+            raise UsageError(f"{self.path} is empty: its first line must name the columns, `prompt` among them")
         self.names = header.values
 
     def batches(self, renamed: Mapping[str, str], notes: list[str]) -> Iterator[pa.RecordBatch]:
@@ -69,9 +67,7 @@ class Table:
             if len(record.values) == len(self.names):
                 yield record
             else:
-                faults.add(
-                    record.line, f"{len(record.values)} cells where the header names {len(self.names)}"
-                )
+                faults.add(record.line, f"{len(record.values)} cells where the header names {len(self.names)}")
 
     def _records(self, blank: _BlankLines | None = None) -> Iterator[Row]:
         blank = blank or _BlankLines()
