@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from batchgen import disk
 from batchgen.carried import as_text, as_texts, is_readable
+from batchgen.filesystem import FileSystem
 from batchgen.metadata import CARRIED, carried_fields, made_rows, metadata_schema, parameters, row_table
 from batchgen.records import Row, Written
 
@@ -72,14 +73,14 @@ class Folder:
         self._num_bytes = 0
 
     def stage(self, member: Member) -> None:
-        disk.write_file(self._path / member.file, member.data)
+        FileSystem().write(self._path / member.file, member.data)
 
     def append(self, member: Member) -> None:
         self._digests.append((member.file, member.written.sha256))
         self._num_bytes += member.written.bytes
 
     def close(self) -> tuple[int, int, str]:
-        disk.sync_folder(self._path)
+        FileSystem().sync_folder(self._path)
         return len(self._digests), self._num_bytes, folder_digest(self._digests)
 
     def abort(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from batchgen.filesystem import FileSystem
 
+TABLE_SUFFIX = ".rows.parquet"
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
 
 
@@ -186,11 +187,11 @@ class Ledger:
         return self.root / "receipts" / stem(shard, epoch)
 
     def work_path(self, shard: int, epoch: int) -> Path:
-        """Where the part of a (shard, epoch) is written; its row table has the suffix `.rows.parquet`."""
+        """Where the part of a (shard, epoch) is written, but for its suffix."""
         return self.root / "work" / stem(shard, epoch)
 
     def table_path(self, shard: int, epoch: int) -> Path:
-        return self.root / "work" / f"{stem(shard, epoch)}.rows.parquet"
+        return self.root / "work" / f"{stem(shard, epoch)}{TABLE_SUFFIX}"
 
     def make_folders(self) -> None:
         for name in ("plan", "claims", "work", "receipts", "modes"):

@@ -23,20 +23,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.checks import Checked
+from batchgen.columns import is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Batch, Group, Row
+from batchgen.rejections import Rejections
 from batchgen.spill import Reorder, part_bounds
 from batchgen.survey import Survey
 
 SHARDS_PER_FILE = 1_000
+REJECTED = "rejected.parquet"
 WRITERS = 2
 """Plan files written at a time."""
-CARRIED = "carried:"
-"""Prefix of the manifest's own columns in plan files and row tables."""
-
 COLUMNS = pa.schema(
     [
         ("position", pa.uint64()),
@@ -124,6 +125,8 @@ class PlanIndex:
     """The content of an index slot."""
 
     number: int
+    folder: str
+    """Under `.run/plan/`: holds the files, and `rejected.parquet` if rows were rejected."""
     files: tuple[PlanFile, ...]
     first_shard: int
     shard_rows: tuple[int, ...]
@@ -164,15 +167,24 @@ class PlanIndex:
 
 
 def freeze(
-    drafted: Draft, root: Path, files: FileSystem, model: str, job: Mapping[str, Any], fingerprint: Mapping[str, str]
+    drafted: Draft,
+    root: Path,
+    files: FileSystem,
+    model: str,
+    job: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    rejections: Rejections,
 ) -> PlanIndex:
     """Write the plan's files under `root` (`.run/plan`), put its index, and return the plan that exists then: ours,
     or that of whoever was first."""
     token = secrets.token_hex(8)
     folder = root / f"0-{token}"
     files.make_folder(folder)
+    if rejections.num_cells:
+        rejections.write(folder / REJECTED, files)
     index = PlanIndex(
         number=0,
+        folder=folder.name,
         files=tuple(_write_files(drafted, folder, files)),
         first_shard=0,
         shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
@@ -320,9 +332,16 @@ class PlanReader:
         path = self._root / file.name
         try:
             with resumable(path), pq.ParquetFile(path) as opened:
-                return opened.read_row_group(number - file.first_shard)
+                table = opened.read_row_group(number - file.first_shard)
         except (FileNotFoundError, pa.ArrowInvalid) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
+        return table.cast(pa.schema([_short(field) for field in table.schema]))
+
+
+def _short(field: pa.Field) -> pa.Field:
+    """A row group's texts fit plain strings; only whole manifests need large ones."""
+    is_own = not field.name.startswith(CARRIED)
+    return pa.field(field.name, pa.string()) if is_own and is_text(field.type) else field
 
 
 def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
