@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from batchgen.errors import UsageError
 
 OWN_UPDATE = ""
@@ -148,7 +150,8 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> Samp
         or config.get("solver_order", 2) > 2
         or str(config.get("algorithm_type")).startswith("sde")
     )
-    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, _evaluations(cls, config))
+    evaluations = _evaluations(cls, config, scheduler)
+    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations)
 
 
 def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> Config:
@@ -164,14 +167,22 @@ def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> C
     return {**defaults, **named, **{key: value for key, value in options.items() if key in defaults}}
 
 
-def _evaluations(cls: str, config: Config) -> Callable[[int], int]:
+def _evaluations(cls: str, config: Config, scheduler: Config) -> Callable[[int], int]:
+    train_steps = scheduler.get("num_train_timesteps", 1000)
+
+    def timesteps(steps: int) -> int:
+        """As diffusers counts them: its floating-point range is one too long for a few step counts."""
+        if scheduler.get("timestep_spacing") != "trailing" or cls in ("LCMScheduler", "TCDScheduler"):
+            return steps
+        return len(np.arange(train_steps, 0, -train_steps / steps))
+
     if cls in _TWICE_PER_STEP:
-        return lambda steps: 2 * steps - 1
+        return lambda steps: 2 * timesteps(steps) - 1
     if cls == "PNDMScheduler" and config["skip_prk_steps"]:
-        return lambda steps: steps + 1 if steps > 1 else 1
+        return lambda steps: timesteps(steps) + 1 if steps > 1 else 1
     if cls == "PNDMScheduler":
-        return lambda steps: 4 * min(steps, 4) - 4 + max(steps - 3, 0)
-    return lambda steps: steps
+        return lambda steps: 4 * min(timesteps(steps), 4) - 4 + max(timesteps(steps) - 3, 0)
+    return timesteps
 
 
 def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
