@@ -97,11 +97,11 @@ def row_table_schema(carried: Iterable[pa.Field]) -> pa.Schema:
 
 
 def row_table(shard: pa.Table, model: str, made: Sequence[Written], failed: Sequence[Failure]) -> pa.Table:
-    """The rows of a shard that a part settles, by index.
+    """The rows of a shard that a part settles: the made ones, then the failed ones, each in the order given.
 
     `shard` is the row group of the plan; rows that are neither made nor failed are left out of the table.
     """
-    outcomes = sorted([*map(_made, made), *map(_failed, failed)], key=lambda outcome: outcome["index"])
+    outcomes = [*map(_made, made), *map(_failed, failed)]
     own = pa.Table.from_pylist(outcomes, pa.schema([*_PLACE, *FILE, *ERROR]).remove(0))
     asked = shard.take(own["index"])
     columns = {name: asked[name] for name in asked.schema.names}
