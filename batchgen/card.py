@@ -70,7 +70,7 @@ def image_folder_table(table: pa.Table) -> pa.Table:
     """
     columns = {"file_name": pc.utf8_slice_codeunits(table["file_name"], len("data/"))}
     for field in table.schema:
-        if field.name == "seed" or not is_folder_readable(field.type):
+        if not is_folder_readable(field.type):
             columns[_free_name(field.name, table.schema.names)] = as_text(table[field.name])
         elif field.name != "file_name":
             columns[_free_name(field.name, table.schema.names)] = table[field.name]
