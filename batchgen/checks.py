@@ -1,0 +1,270 @@
+"""Manifest rows -> rows with every parameter resolved, or the rule each breaks. One batch of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchgen.columns import Bools, Parsed, floats, integers, is_given, texts
+from batchgen.errors import UsageError
+from batchgen.identity import Digests, joined, number_digests, row_digests, text_digests
+from batchgen.job import Job
+from batchgen.models.facts import Facts
+
+MAX_SIZE = 32_768
+MAX_STEPS = 1_000
+"""diffusers' schedules are cut from 1,000 training timesteps."""
+MAX_IMAGES = 1_000_000
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class BadCell:
+    """One rule that one manifest row breaks."""
+
+    row: int
+    """In the manifest, from 0."""
+    column: str
+    value: str
+    rule: str
+
+
+@dataclass(slots=True)
+class Checked:
+    """One batch of manifest rows. Arrays have one entry per row; they say nothing where `is_good` is false."""
+
+    first_row: int
+    is_good: Bools
+    bad: list[BadCell]
+    columns: Mapping[str, pa.Array]
+    """As read."""
+    id_texts: pa.Array | None
+    prompt: pa.Array
+    negative_prompt: pa.Array
+    width: Ints
+    height: Ints
+    asked_width: Ints
+    asked_height: Ints
+    steps: Ints
+    guidance_scale: npt.NDArray[np.float64]
+    sampler: npt.NDArray[np.int32]
+    """Index into `Rules.samplers`."""
+    seed: npt.NDArray[np.uint64]
+    has_seed: Bools
+    num_images: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """Who each row of a batch is."""
+
+    ids: Digests
+    """Of the `id` column, else of all columns as they stand in the manifest."""
+    content: npt.NDArray[np.uint32]
+    """Hash of all that makes a row's pixels but id, image number and seed."""
+
+
+@dataclass(slots=True)
+class Rules:
+    """What the job and the model ask of a row."""
+
+    job: Job
+    facts: Facts
+    samplers: list[str] = field(default_factory=list)
+    """Names met so far; a row's `sampler` is an index into this."""
+    _known: dict[str, int] = field(default_factory=dict)
+    _refused: dict[str, str] = field(default_factory=dict)
+
+    def check(self, batch: pa.RecordBatch, first_row: int) -> Checked:
+        """Resolve and check one batch of manifest rows that begins at manifest row `first_row`."""
+        return _Check(self, batch, first_row).run()
+
+    def sampler_number(self, name: str) -> int:
+        """The index of a sampler's name, -1 for one that the model does not know."""
+        if name not in self._known:
+            try:
+                self.facts.sampler_facts(name)
+            except UsageError as error:
+                self._refused[name] = str(error)
+                self._known[name] = -1
+            else:
+                self._known[name] = len(self.samplers)
+                self.samplers.append(name)
+        return self._known[name]
+
+    def refusal(self, name: str) -> str:
+        return self._refused[name]
+
+
+class _Check:
+    def __init__(self, rules: Rules, batch: pa.RecordBatch, first_row: int) -> None:
+        self.rules, self.first_row, self.num = rules, first_row, batch.num_rows
+        self.columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        self.is_good = np.ones(self.num, dtype=bool)
+        self.bad: list[BadCell] = []
+
+    def run(self) -> Checked:
+        job, facts = self.rules.job.sampling, self.rules.facts
+        prompt = self._text("prompt", None, is_required=True)
+        guidance = self._guidance(facts.guidance_scale if job.guidance_scale is None else job.guidance_scale)
+        negative = self._negative_prompt(guidance)
+        asked_width, width = self._size("width", job.width or facts.width)
+        asked_height, height = self._size("height", job.height or facts.height)
+        steps = self._count("steps", job.steps or facts.steps, MAX_STEPS)
+        num_images = self._count("num_images", job.num_images, MAX_IMAGES)
+        sampler = self._sampler(job.sampler or facts.sampler)
+        seed, has_seed = self._seed()
+        id_texts = self._ids()
+        return Checked(
+            self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
+            asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images,
+        )  # fmt: skip
+
+    def _refuse(self, column: str, is_bad: Bools, rule: str) -> None:
+        """Note the rule for every row of the mask that has broken none in this column before."""
+        for row in np.flatnonzero(is_bad):
+            value = self.columns[column][int(row)].as_py() if column in self.columns else None
+            self.bad.append(BadCell(self.first_row + int(row), column, _shown(value), rule))
+        self.is_good &= ~is_bad
+
+    def _text(self, column: str, default: str | None, *, is_required: bool = False) -> pa.Array:
+        if column not in self.columns:
+            return pa.array([default] * self.num, pa.large_string())
+        values, is_bad = texts(self.columns[column])
+        self._refuse(column, is_bad, f"must be UTF-8 text; the column's type is {self.columns[column].type}")
+        given = is_given(self.columns[column])
+        if is_required:
+            self._refuse(column, ~given, "must not be null")
+        return values if default is None else values.fill_null(default)
+
+    def _negative_prompt(self, guidance: npt.NDArray[np.float64]) -> pa.Array:
+        facts, default = self.rules.facts, self.rules.job.sampling.negative_prompt
+        column = self._text("negative_prompt", None)
+        if facts.guided_above is None:
+            return column if default is None else column.fill_null(default)
+        is_guided = guidance > facts.guided_above
+        is_text = pc.greater(pc.binary_length(column), 0).fill_null(False)
+        self._refuse(
+            "negative_prompt",
+            ~is_guided & is_text.to_numpy(zero_copy_only=False),
+            f"has no effect at this row's guidance_scale: this model is guided above {facts.guided_above:g}",
+        )
+        if default is None:
+            return column
+        return pc.if_else(pa.array(is_guided), column.fill_null(default), column)
+
+    def _guidance(self, default: float) -> npt.NDArray[np.float64]:
+        if "guidance_scale" not in self.columns:
+            return np.full(self.num, default)
+        parsed = floats(self.columns["guidance_scale"])
+        self._refuse("guidance_scale", parsed.is_bad, "must be a finite number")
+        return np.where(parsed.given & ~parsed.is_bad, parsed.values, default)
+
+    def _count(self, column: str, default: int, most: int) -> Ints:
+        if column not in self.columns:
+            return np.full(self.num, default)
+        parsed, is_negative = integers(self.columns[column])
+        outside = is_negative | (parsed.values < 1) | (parsed.values > np.uint64(most))
+        is_bad = parsed.is_bad | (parsed.given & outside)
+        self._refuse(column, is_bad, f"must be a whole number from 1 to {most}")
+        return _filled(parsed, is_bad, default)
+
+    def _size(self, column: str, default: int) -> tuple[Ints, Ints]:
+        facts = self.rules.facts
+        asked = np.full(self.num, default)
+        if column in self.columns:
+            parsed, is_negative = integers(self.columns[column])
+            is_bad = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
+            self._refuse(column, is_bad, f"must be a whole number of pixels up to {MAX_SIZE}")
+            asked = _filled(parsed, is_bad, default)
+        made = asked
+        if self.rules.job.plan.size_policy == "round":
+            multiple = facts.size_multiple
+            rounded = (asked + multiple // 2) // multiple * multiple
+            made = np.where(asked > 0, np.maximum(rounded, facts.min_size), asked)
+        is_bad = self.is_good & ((made < facts.min_size) | (made % facts.size_multiple != 0))
+        self._refuse(
+            column,
+            is_bad,
+            f"must be a multiple of {facts.size_multiple}, at least {facts.min_size} "
+            f"(--set plan.size_policy=round rounds){'' if column in self.columns else f'; the default is {default}'}",
+        )
+        return asked, made
+
+    def _sampler(self, default: str) -> npt.NDArray[np.int32]:
+        number = self.rules.sampler_number
+        if "sampler" not in self.columns:
+            return np.full(self.num, number(default), np.int32)
+        column = self._text("sampler", default).dictionary_encode()
+        names = column.dictionary.to_pylist()
+        numbers = np.array([number(name) for name in names], np.int32)
+        codes = column.indices.to_numpy(zero_copy_only=False)
+        for code, name in enumerate(names):
+            if numbers[code] < 0:
+                self._refuse("sampler", codes == code, self.rules.refusal(name))
+        return numbers[codes] if len(codes) else np.zeros(0, np.int32)
+
+    def _seed(self) -> tuple[npt.NDArray[np.uint64], Bools]:
+        if "seed" not in self.columns:
+            return np.zeros(self.num, np.uint64), np.zeros(self.num, bool)
+        parsed, is_negative = integers(self.columns["seed"])
+        is_minus_one = is_negative & (parsed.values == 1)
+        is_bad = parsed.is_bad | (parsed.given & is_negative & ~is_minus_one)
+        self._refuse("seed", is_bad, "must be a whole number from 0 to 2^64 - 1, or -1 or null for a derived seed")
+        return parsed.values, parsed.given & ~is_minus_one & ~is_bad
+
+    def _ids(self) -> pa.Array | None:
+        if "id" not in self.columns:
+            return None
+        column = self.columns["id"]
+        if pa.types.is_integer(column.type):
+            column = column.cast(pa.large_string())
+        values, is_bad = texts(column)
+        self._refuse("id", is_bad, f"must be text or a whole number; the column's type is {column.type}")
+        self._refuse("id", ~is_given(column), "must not be null: give every row an id, or drop the column")
+        return values
+
+
+def _filled(parsed: Parsed, is_bad: Bools, default: int) -> Ints:
+    return np.where(parsed.given & ~is_bad, parsed.values.astype(np.int64), default)
+
+
+def identify(checked: Checked, samplers: list[str]) -> Identified:
+    """Digests of a batch's rows; `samplers` are the names that `checked.sampler` counts."""
+    prompt = text_digests(checked.prompt)
+    if checked.id_texts is None:
+        ids = row_digests(_canonical(checked.columns), len(checked.prompt), {"prompt": prompt})
+    else:
+        ids = text_digests(checked.id_texts)
+    total = joined(prompt, text_digests(checked.negative_prompt))
+    total = joined(total, number_digests(is_given(checked.negative_prompt).astype(np.uint64)))
+    total = joined(total, text_digests(pa.array([*samplers, ""])).take(checked.sampler.astype(np.intp)))
+    for numbers in (checked.width, checked.height, checked.steps, checked.guidance_scale):
+        total = joined(total, number_digests(numbers.view(np.uint64)))
+    return Identified(ids, total.low.astype(np.uint32))
+
+
+def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
+    """The columns with our own parameters in one spelling, so that 20, 20.0 and "20" are the same row."""
+    canonical = dict(columns)
+    for name in ("width", "height", "steps", "num_images", "seed"):
+        if name in canonical:
+            parsed, is_negative = integers(canonical[name])
+            is_null = ~parsed.given | (is_negative & (name == "seed"))
+            canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
+    if "guidance_scale" in canonical:
+        numbers = floats(canonical["guidance_scale"])
+        canonical["guidance_scale"] = pa.array(numbers.values, mask=~numbers.given | numbers.is_bad)
+    return canonical
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

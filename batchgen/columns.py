@@ -1,0 +1,157 @@
+"""Arrow columns of whatever type people store -> exact numbers and texts, with a mask of what does not parse.
+
+Everything here works on one batch of rows at a time and keeps no Python object per row beyond it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A column as numbers. `values` says nothing where `given` is false (null) or `is_bad` is true."""
+
+    values: npt.NDArray[Any]
+    given: Bools
+    is_bad: Bools
+
+
+def decoded(column: pa.Array) -> pa.Array:
+    """The column without dictionary encoding or an extension wrapper, strings as large_string."""
+    if isinstance(column, pa.ExtensionArray):
+        column = column.storage
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if is_text(column.type):
+        return column.cast(pa.large_string())
+    return column
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is one of the string types, dictionaries of strings among them."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def texts(column: pa.Array) -> tuple[pa.Array, Bools]:
+    """The column as large_string (null where it is no valid text) and a mask of the entries that are not
+    UTF-8 text; nulls are not bad here."""
+    column = decoded(column)
+    given = is_given(column)
+    if not is_text(column.type):
+        return pa.nulls(len(column), pa.large_string()), given
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        raw = column.cast(pa.large_binary()).to_pylist()
+        is_bad = np.array([value is not None and not _is_utf8(value) for value in raw], dtype=bool)
+        cleaned = [None if bad else value for value, bad in zip(raw, is_bad, strict=True)]
+        return pa.array(cleaned, pa.large_binary()).cast(pa.large_string()), is_bad
+    return column, np.zeros(len(column), dtype=bool)
+
+
+def integers(column: pa.Array) -> tuple[Parsed, Bools]:
+    """Exact integers from -2^63 to 2^64 - 1: `values` are the magnitudes (uint64), the mask beside them says
+    which are negative.
+
+    Taken are integer types, digits as text, decimals and floats without a fraction (floats up to 2^53, where
+    they are exact). Everything else, True and NaN included, is bad.
+    """
+    column = decoded(column)
+    kind = column.type
+    given = is_given(column)
+    if pa.types.is_null(kind):
+        return Parsed(np.zeros(len(column), np.uint64), given, np.zeros(len(column), bool)), given
+    if pa.types.is_integer(kind):
+        return _from_integers(column, given)
+    if pa.types.is_floating(kind):
+        return _from_floats(column, given)
+    if is_text(kind) or pa.types.is_decimal(kind):
+        return _from_texts(column, given)
+    return Parsed(np.zeros(len(column), np.uint64), given, given.copy()), np.zeros(len(column), bool)
+
+
+def floats(column: pa.Array) -> Parsed:
+    """Finite float64 values of a numeric or text column."""
+    column = decoded(column)
+    given = is_given(column)
+    kind = column.type
+    if pa.types.is_null(kind):
+        return Parsed(np.zeros(len(column)), given, np.zeros(len(column), bool))
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        values = column.cast(pa.float64(), safe=False).fill_null(0.0).to_numpy(zero_copy_only=False)
+        return Parsed(values, given, given & ~np.isfinite(values))
+    if is_text(kind):
+        values = np.array([_float(text) for text in column.to_pylist()])
+        return Parsed(np.where(given, values, 0.0), given, given & ~np.isfinite(values))
+    return Parsed(np.zeros(len(column)), given, given.copy())
+
+
+def is_given(column: pa.Array) -> Bools:
+    """Which entries are not null."""
+    given: Bools = pc.is_valid(column).to_numpy(zero_copy_only=False)
+    return given
+
+
+def _from_integers(column: pa.Array, given: Bools) -> tuple[Parsed, Bools]:
+    raw = column.fill_null(0).to_numpy(zero_copy_only=False)
+    is_negative = raw < 0
+    magnitude = np.where(is_negative, -raw.astype(np.int64), 0).view(np.uint64)
+    values = np.where(is_negative, magnitude, raw.astype(np.uint64))
+    return Parsed(values, given, np.zeros(len(raw), bool)), is_negative
+
+
+def _from_floats(column: pa.Array, given: Bools) -> tuple[Parsed, Bools]:
+    raw = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
+    is_exact = np.isfinite(raw) & (np.abs(raw) <= 2.0**53)
+    magnitude = np.abs(np.where(is_exact, raw, 0.0))
+    is_exact &= magnitude == np.floor(magnitude)
+    return Parsed(magnitude.astype(np.uint64), given, given & ~is_exact), raw < 0
+
+
+def _from_texts(column: pa.Array, given: Bools) -> tuple[Parsed, Bools]:
+    numbers = [_integer(text) for text in column.cast(pa.large_string()).to_pylist()]
+    is_bad = given & np.array([number is None for number in numbers], dtype=bool)
+    values = np.array([abs(number or 0) for number in numbers], dtype=np.uint64)
+    return Parsed(values, given, is_bad), np.array([(number or 0) < 0 for number in numbers], dtype=bool)
+
+
+def _integer(text: str | None) -> int | None:
+    """The integer that a text spells in ASCII digits, None if it spells none or one beyond 64 bits."""
+    if text is None:
+        return None
+    whole, point, fraction = text.strip().partition(".")
+    digits = whole[1:] if whole[:1] in ("-", "+") else whole
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20) or fraction.strip("0"):
+        return None
+    if point and not fraction:
+        return None
+    number = int(whole)
+    return number if -(2**63) <= number < 2**64 else None
+
+
+def _float(text: str | None) -> float:
+    if text is None or "_" in text:
+        return np.nan
+    try:
+        return float(text)
+    except ValueError:
+        return np.nan
+
+
+def _is_utf8(value: bytes) -> bool:
+    try:
+        value.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,174 @@
+"""The seam to the disk: every change that the run directory's protocol makes goes through one of these calls.
+
+`put_if_absent` is the one primitive that decides anything. All others write bytes that mean nothing until a slot
+names them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from batchgen.errors import Interrupted, UsageError
+
+_RESUMABLE = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EIO: "the disk reports an input/output error",
+    errno.ESTALE: "the file system's handle is stale",
+    errno.ENOTCONN: "the file system is not connected",
+    errno.ETIMEDOUT: "the file system does not answer",
+}
+
+
+@contextmanager
+def resumable(path: Path) -> Iterator[None]:
+    """Turn a disk that is full, lost or read-only into an Interrupted that says so."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _RESUMABLE:
+            raise
+        raise Interrupted(
+            f"{error.filename or path}: {_RESUMABLE[error.errno]} ({error.strerror}). "
+            "Everything committed is kept; run the same command again when that is mended"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """Size in bytes and change time in seconds of the file system's clock."""
+
+    size: int
+    mtime_s: float
+
+
+class FileSystem:
+    """The real one. Simulations take its place by offering the same calls."""
+
+    def put_if_absent(self, path: Path, content: bytes) -> bool:
+        """Make `path` hold `content`, durably, unless it exists: True if it is ours.
+
+        A temporary file beside it is written, synced and linked to the final name; `link` fails where the name
+        exists. Its reply can be lost on NFS, so after any error the slot itself is read: every content begins with
+        its putter's random token, so equal bytes mean that we won.
+        """
+        temp = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        with resumable(path):
+            self.write(temp, content)
+            try:
+                os.link(temp, path)
+                is_ours = True
+            except OSError:
+                settled = self.read(path)
+                if settled is None:
+                    raise
+                is_ours = settled == content
+            os.unlink(temp)
+            self.sync_folder(path.parent)
+        return is_ours
+
+    def write(self, path: Path, content: bytes) -> None:
+        """A new file with this content, on the disk when the call returns; its name is not yet."""
+        with resumable(path), path.open("xb") as file:
+            file.write(content)
+            self.sync_file(file)
+
+    def read(self, path: Path) -> bytes | None:
+        """The content of a file, None if there is none."""
+        try:
+            with resumable(path):
+                return path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: Path) -> list[str]:
+        """The names in a folder, sorted; none if it does not exist."""
+        try:
+            with resumable(folder):
+                return sorted(os.listdir(folder))
+        except FileNotFoundError:
+            return []
+
+    def stat(self, path: Path) -> FileStat | None:
+        """What the file system says of a file, None if there is none."""
+        try:
+            with resumable(path):
+                found = os.stat(path)
+        except FileNotFoundError:
+            return None
+        return FileStat(found.st_size, found.st_mtime)
+
+    def touch(self, path: Path) -> None:
+        """Set a file's change time to now, by the file system's clock."""
+        with resumable(path):
+            os.utime(path)
+
+    def make_folder(self, path: Path) -> None:
+        """The folder and its parents, on the disk when the call returns."""
+        with resumable(path):
+            if not path.is_dir():
+                path.mkdir(parents=True, exist_ok=True)
+                self.sync_folder(path.parent)
+
+    def sync_file(self, file: BinaryIO) -> None:
+        """Make an open file's content durable."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+        with resumable(path):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def publish_file(self, source: Path, target: Path) -> None:
+        """Give a durable file a second name; doing it twice is harmless."""
+        with resumable(target):
+            try:
+                os.link(source, target)
+            except FileExistsError:
+                return
+            self.sync_folder(target.parent)
+
+    def publish_folder(self, source: Path, target: Path) -> None:
+        """Move a durable folder to its final name; doing it twice is harmless."""
+        with resumable(target):
+            try:
+                os.rename(source, target)
+            except FileNotFoundError:
+                if not target.is_dir():
+                    raise
+            self.sync_folder(target.parent)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file if it is there."""
+        with resumable(path):
+            path.unlink(missing_ok=True)
+
+    def probe(self, folder: Path) -> None:
+        """Check that slots work in a folder. Raises UsageError where `link` does not."""
+        one = folder / f"probe.{secrets.token_hex(4)}.tmp"
+        two = one.with_suffix(".link")
+        self.write(one, b"probe")
+        try:
+            with resumable(folder):
+                os.link(one, two)
+        except OSError as error:
+            raise UsageError(
+                f"{folder}: this file system cannot link files ({error.strerror}), which batchgen needs to decide "
+                "who makes what; put the run directory on another one (NFS, Lustre, GPFS and local disks do)"
+            ) from None
+        finally:
+            two.unlink(missing_ok=True)
+            one.unlink(missing_ok=True)

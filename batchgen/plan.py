@@ -1,0 +1,352 @@
+"""The frozen plan: rows in plan order in Parquet files (row group = shard), and the index slot that makes it exist.
+
+Whoever plans writes into a folder of its own, `.run/plan/0-<token>/`, and puts the index slot `.run/plan/0.json`,
+which names that folder's files; of several planners one wins, and the others use its plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.checks import Checked
+from batchgen.cost import Cost
+from batchgen.errors import UsageError
+from batchgen.filesystem import FileSystem, resumable
+from batchgen.planner import Cut, Limits, cut, order_of_groups
+from batchgen.records import Batch, Group, Row
+from batchgen.spill import Reorder, part_bounds
+from batchgen.survey import Survey
+
+SHARDS_PER_FILE = 1_000
+WRITERS = 2
+"""Plan files written at a time."""
+CARRIED = "carried:"
+"""Prefix of the manifest's own columns in plan files and row tables."""
+
+COLUMNS = pa.schema(
+    [
+        ("position", pa.uint64()),
+        ("id", pa.large_string()),
+        ("image_number", pa.int32()),
+        ("prompt", pa.large_string()),
+        ("negative_prompt", pa.large_string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("asked_width", pa.int32()),
+        ("asked_height", pa.int32()),
+        ("steps", pa.int32()),
+        ("guidance_scale", pa.float64()),
+        ("sampler", pa.dictionary(pa.int32(), pa.string())),
+        ("seed", pa.uint64()),
+    ]
+)
+"""A row as it is spilled and frozen; a frozen shard also has group, batch and batch_size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan that is not written: everything but the texts."""
+
+    survey: Survey
+    cost: Cost
+    groups: tuple[Group, ...]
+    """In plan order; a row's `group` is an index into this."""
+    cut: Cut
+    rank: npt.NDArray[np.uint32]
+    """Per image in manifest order: its place in the plan."""
+
+
+def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
+    """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
+    order of the manifest does not matter."""
+    in_order = order_of_groups(survey.groups)
+    place = np.empty(len(in_order), np.uint64)
+    place[in_order] = np.arange(len(in_order), dtype=np.uint64)
+    key = (place[survey.group] << np.uint64(48)) | (survey.evaluations.astype(np.uint64) << np.uint64(32))
+    key = survey.per_image(key | (survey.ids.high >> np.uint64(32)))
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    _settle_ties(order, key, survey)
+    runs, counts = np.unique(key >> np.uint64(32), return_counts=True)
+    del key
+    group_of_run, evaluations = runs >> np.uint64(16), (runs & np.uint64(0xFFFF)).astype(np.int64)
+    groups = tuple(survey.groups[number] for number in in_order)
+    of_group = [(number, group_of_run == number) for number in range(len(groups))]
+    cut_rows = cut(
+        groups, [(number, evaluations[here], counts[here]) for number, here in of_group if here.any()], cost, limits
+    )
+    rank = np.empty(len(order), np.uint32)
+    rank[order] = np.arange(len(order), dtype=np.uint32)
+    return Draft(survey, cost, groups, cut_rows, rank)
+
+
+def _settle_ties(order: npt.NDArray[np.intp], key: npt.NDArray[np.uint64], survey: Survey) -> None:
+    """Sort images whose 64-bit keys are equal by their whole digest, in place; images of one row keep their order."""
+    same = key[1:] == key[:-1]
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    if not len(tied):
+        return
+    images = order[tied]
+    rows = images
+    if survey.num_images is not None:
+        rows = np.searchsorted(np.cumsum(survey.num_images), images, side="right")
+    order[tied] = images[np.lexsort((images, survey.ids.low[rows], survey.ids.high[rows], key[tied]))]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """One Parquet file of a plan."""
+
+    name: str
+    """Path under `.run/plan/`."""
+    num_bytes: int
+    sha256: str
+    first_shard: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanIndex:
+    """The content of an index slot."""
+
+    number: int
+    files: tuple[PlanFile, ...]
+    first_shard: int
+    shard_rows: tuple[int, ...]
+    """Images of each shard."""
+    groups: tuple[Group, ...]
+    num_rejected: int
+    num_redrawn: int
+    model: str
+    job: Mapping[str, Any]
+    fingerprint: Mapping[str, str]
+
+    @property
+    def num_rows(self) -> int:
+        """Images planned."""
+        return sum(self.shard_rows)
+
+    @property
+    def shards(self) -> range:
+        return range(self.first_shard, self.first_shard + len(self.shard_rows))
+
+    def to_bytes(self, token: str) -> bytes:
+        return json.dumps({"token": token, **asdict(self)}, ensure_ascii=False).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, path: Path) -> PlanIndex:
+        try:
+            fields = json.loads(content)
+            del fields["token"]
+            fields["files"] = tuple(PlanFile(**one) for one in fields["files"])
+            fields["groups"] = tuple(Group(**one) for one in fields["groups"])
+            fields["shard_rows"] = tuple(fields["shard_rows"])
+            return cls(**fields)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{path} is not a plan's index that this version of batchgen can read ({error!r}); "
+                "if the run directory was damaged, start a new one"
+            ) from None
+
+
+def freeze(
+    drafted: Draft, root: Path, files: FileSystem, model: str, job: Mapping[str, Any], fingerprint: Mapping[str, str]
+) -> PlanIndex:
+    """Write the plan's files under `root` (`.run/plan`), put its index, and return the plan that exists then: ours,
+    or that of whoever was first."""
+    token = secrets.token_hex(8)
+    folder = root / f"0-{token}"
+    files.make_folder(folder)
+    index = PlanIndex(
+        number=0,
+        files=tuple(_write_files(drafted, folder, files)),
+        first_shard=0,
+        shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
+        groups=drafted.groups,
+        num_rejected=drafted.survey.num_rejected,
+        num_redrawn=len(drafted.survey.redrawn.rows),
+        model=model,
+        job=job,
+        fingerprint=fingerprint,
+    )
+    if files.put_if_absent(root / "0.json", index.to_bytes(token)):
+        return index
+    for name in files.names(folder):
+        files.remove(folder / name)
+    folder.rmdir()
+    existing = load_index(root, files)
+    assert existing is not None
+    return existing
+
+
+def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
+    """The plan of a run directory, None if it has none."""
+    path = root / "0.json"
+    content = files.read(path)
+    return None if content is None else PlanIndex.from_bytes(content, path)
+
+
+def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[PlanFile]:
+    carried = drafted.survey.manifest.schema
+    schema = COLUMNS
+    for name in drafted.survey.manifest.carried:
+        schema = schema.append(pa.field(CARRIED + name, carried.field(name).type))
+    shard_start = drafted.cut.shard_row_start
+    spilled = Reorder(folder, schema, part_bounds(shard_start))
+    with resumable(folder):
+        for table, ranks in _plan_rows(drafted, schema):
+            spilled.add(table, ranks)
+        shards = _shards(spilled.parts(), drafted.cut)
+        with ThreadPoolExecutor(WRITERS) as pool:
+            pending: deque[Future[PlanFile]] = deque()
+            for first in range(0, drafted.cut.num_shards, SHARDS_PER_FILE):
+                tables = list(islice(shards, SHARDS_PER_FILE))
+                path = folder / f"{first // SHARDS_PER_FILE:04d}.parquet"
+                pending.append(pool.submit(_write_file, path, tables, first, files))
+                if len(pending) == WRITERS:
+                    yield pending.popleft().result()
+            yield from (one.result() for one in pending)
+        files.sync_folder(folder)
+
+
+def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
+    repeated = ["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"]
+    with resumable(path), path.open("xb+") as file:
+        with pq.ParquetWriter(file, shards[0].schema, use_dictionary=repeated, write_statistics=False) as writer:
+            for shard in shards:
+                writer.write_table(shard, row_group_size=shard.num_rows)
+        files.sync_file(file)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, first, len(shards))
+
+
+def _plan_rows(drafted: Draft, schema: pa.Schema) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `schema`, with their ranks."""
+    survey = drafted.survey
+    row, image = 0, 0
+    for checked, batch, good in survey.batches():
+        rows = slice(row, row + len(good))
+        drawn = survey.seeds(rows, checked.seed[good], checked.has_seed[good])
+        places = good if survey.num_images is None else np.repeat(good, survey.num_images[rows])
+        ids = survey.ids.part(rows).hex() if checked.id_texts is None else checked.id_texts.take(good)
+        if survey.num_images is not None:
+            ids = ids.take(np.repeat(np.arange(len(good)), survey.num_images[rows]))
+        seeds = drawn.seeds
+        again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
+        seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
+        yield (
+            _table(checked, batch, places, ids, drawn.image_number, seeds, image, survey.rules.samplers, schema),
+            drafted.rank[image : image + len(places)],
+        )
+        row, image = row + len(good), image + len(places)
+
+
+def _table(
+    checked: Checked,
+    batch: pa.RecordBatch,
+    places: npt.NDArray[np.intp],
+    ids: pa.Array,
+    image_number: npt.NDArray[np.uint64],
+    seeds: npt.NDArray[np.uint64],
+    first_position: int,
+    samplers: list[str],
+    schema: pa.Schema,
+) -> pa.Table:
+    arrays = {
+        "position": np.arange(first_position, first_position + len(places), dtype=np.uint64),
+        "id": ids,
+        "image_number": image_number,
+        "prompt": checked.prompt.take(places),
+        "negative_prompt": checked.negative_prompt.take(places),
+        "width": checked.width[places],
+        "height": checked.height[places],
+        "asked_width": checked.asked_width[places],
+        "asked_height": checked.asked_height[places],
+        "steps": checked.steps[places],
+        "guidance_scale": checked.guidance_scale[places],
+        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
+        "seed": seeds,
+    }
+    for name in schema.names[len(COLUMNS) :]:
+        arrays[name] = batch.column(name.removeprefix(CARRIED)).take(places)
+    return pa.table([pa.array(arrays[field.name]).cast(field.type) for field in schema], schema=schema)
+
+
+def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
+    """Shard after shard with their group, batch and batch_size; parts begin and end with a shard."""
+    shard = 0
+    row_start, batch_rows = cut_rows.shard_row_start, cut_rows.batch_rows
+    for part in parts:
+        first_row = int(row_start[shard])
+        while shard < cut_rows.num_shards and row_start[shard + 1] <= first_row + part.num_rows:
+            batches = slice(cut_rows.shard_start[shard], cut_rows.shard_start[shard + 1])
+            rows = batch_rows[batches]
+            table = part.slice(int(row_start[shard]) - first_row, int(rows.sum()))
+            for name, values in (
+                ("group", cut_rows.batch_group[batches]),
+                ("batch", np.arange(len(rows))),
+                ("batch_size", cut_rows.batch_size[batches]),
+            ):
+                table = table.append_column(name, pa.array(np.repeat(values, rows).astype(np.int32)))
+            yield table
+            shard += 1
+
+
+class PlanReader:
+    """Opens shards of a frozen plan, one row group each."""
+
+    def __init__(self, root: Path, index: PlanIndex) -> None:
+        self.index = index
+        self._root = root
+
+    def shard(self, number: int) -> pa.Table:
+        """The rows of a shard, in order. Raises UsageError if the plan's file is missing or damaged."""
+        file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
+        path = self._root / file.name
+        try:
+            with resumable(path), pq.ParquetFile(path) as opened:
+                return opened.read_row_group(number - file.first_shard)
+        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
+
+
+def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
+    """The batches of a shard's table, without the rows of `skip` (by index); batches left empty are not there."""
+    number = shard["batch"].to_numpy()
+    edges = np.append(np.flatnonzero(np.append(True, number[1:] != number[:-1])), len(number)).tolist()
+    for start, end in pairwise(edges):
+        lines = shard.slice(start, end - start).to_pylist()
+        rows = tuple(_row(start + place, one) for place, one in enumerate(lines) if start + place not in skip)
+        if rows:
+            yield Batch(lines[0]["batch"], lines[0]["batch_size"], groups[lines[0]["group"]], rows)
+
+
+def _row(index: int, line: Mapping[str, Any]) -> Row:
+    return Row(
+        index=index,
+        id=line["id"],
+        image_number=line["image_number"],
+        prompt=line["prompt"],
+        negative_prompt=line["negative_prompt"],
+        width=line["width"],
+        height=line["height"],
+        steps=line["steps"],
+        guidance_scale=line["guidance_scale"],
+        sampler=line["sampler"],
+        seed=line["seed"],
+    )

@@ -1,0 +1,93 @@
+"""A Hugging Face data set: a name on the hub, or a local folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from batchgen.errors import UsageError
+from batchgen.sources import cells
+from batchgen.sources.base import ROWS_PER_CHUNK
+
+_MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")
+
+
+@dataclass(slots=True)
+class HubTable:
+    """One split of a data set. `datasets` keeps its own copy on disk; memory stays flat."""
+
+    name: str
+    split: str | None
+    names: list[str] = field(init=False)
+    _data: Any = field(init=False)
+    _left: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = _load(self.name)
+        self._data = _one_split(found, self.name, self.split)
+        self._left = [name for name, feature in self._data.features.items() if _is_media(feature)]
+        self.names = [name for name in self._data.column_names if name not in self._left]
+
+    def batches(self, renamed: Mapping[str, str], notes: list[str]) -> Iterator[pa.RecordBatch]:
+        data = self._data.select_columns(self.names).with_format("arrow")
+        for table in data.iter(batch_size=ROWS_PER_CHUNK):
+            columns = {renamed[name]: self._settled(table[name], renamed[name]) for name in self.names}
+            yield pa.record_batch(list(columns.values()), names=list(columns))
+        if self._left:
+            notes.append(f"pictures, sound and other media are not carried: {', '.join(self._left)}")
+
+    def _settled(self, column: pa.ChunkedArray, name: str) -> pa.Array:
+        array = column.combine_chunks()
+        if isinstance(array, pa.ChunkedArray):
+            array = pa.concat_arrays(array.chunks)
+        if name not in cells.TYPES:
+            return array.cast(pa.string()) if pa.types.is_null(array.type) else array
+        try:
+            return cells.settle(name, array)
+        except (ValueError, pa.ArrowInvalid) as error:
+            raise UsageError(f"data set {self.name}: column {name} cannot be taken: {error}") from None
+
+
+def _load(name: str) -> Any:
+    import datasets
+
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(name)
+        return datasets.load_dataset(name)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{name} is no file or folder here, and cannot be loaded as a data set: {error}"
+            if not Path(name).is_dir()
+            else f"the folder {name} cannot be loaded as a data set: {error}"
+        ) from None
+
+
+def _one_split(found: Any, name: str, split: str | None) -> Any:
+    import datasets
+
+    if isinstance(found, datasets.Dataset):
+        if split is not None and str(found.split) != split:
+            raise UsageError(f"data set {name} was saved as one table; leave --split {split} out")
+        return found
+    splits = list(found)
+    if split is None and len(splits) == 1:
+        return found[splits[0]]
+    if split not in splits:
+        asked = "no split was named" if split is None else f"it has no split {split!r}"
+        raise UsageError(f"data set {name}: {asked}; add --split with one of: {', '.join(splits)}")
+    return found[split]
+
+
+def _is_media(feature: Any) -> bool:
+    """Whether a feature, or anything inside it, is a picture, sound or other media."""
+    if isinstance(feature, dict):
+        return any(map(_is_media, feature.values()))
+    if isinstance(feature, list | tuple):
+        return any(map(_is_media, feature))
+    inner = getattr(feature, "feature", None)
+    return type(feature).__name__ in _MEDIA or (inner is not None and _is_media(inner))

@@ -1,0 +1,293 @@
+"""A whole manifest read once: every row checked, identified and placed; what remains is arrays, no text.
+
+At its largest a survey holds about 32 bytes per row, so 10 million rows take 0.3 GB and 100 million 3 GB; the
+texts are read a second time when the plan is written (`plan.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.checks import BadCell, Checked, Identified, Rules, identify
+from batchgen.columns import Bools, decoded
+from batchgen.errors import UsageError
+from batchgen.identity import (
+    Digests,
+    Redrawn,
+    Sources,
+    derived_seeds,
+    joined,
+    noise_keys,
+    num_repeats,
+    number_digests,
+    occurrences,
+    repeated,
+    settle_seeds,
+)
+from batchgen.manifest import Manifest
+from batchgen.planner import Grouper
+from batchgen.records import Group
+
+U64 = npt.NDArray[np.uint64]
+_SLICE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """Per image: its seed, whether that was derived, and the image's number in its row."""
+
+    seeds: U64
+    is_derived: Bools
+    image_number: U64
+
+
+@dataclass(slots=True)
+class Survey:
+    """What is known of all rows. Arrays are per good manifest row, unless said otherwise, in manifest order."""
+
+    manifest: Manifest
+    rules: Rules
+    groups: list[Group]
+    is_good: Bools
+    """Per manifest row, good or not."""
+    ids: Digests
+    num_images: npt.NDArray[np.uint32] | None
+    """None where every row is one image."""
+    group: npt.NDArray[np.uint32]
+    evaluations: npt.NDArray[np.uint16]
+    redrawn: Redrawn
+    """By image."""
+    num_repeated_noise: int
+    """Images with an explicit seed that repeat another one's content and noise."""
+    rows_digest: str
+    """Of the good rows with their ids, contents and seeds, whatever their order."""
+
+    @property
+    def num_rejected(self) -> int:
+        return int((~self.is_good).sum())
+
+    @property
+    def num_images_total(self) -> int:
+        return len(self.group) if self.num_images is None else int(self.num_images.sum())
+
+    def seeds(self, rows: slice, seed: U64, has_seed: Bools) -> Seeds:
+        """The seeds of the images of some rows, as first drawn: `redrawn` lies over them.
+
+        The first image of a row with an explicit seed has that seed; its others derive theirs from it.
+        """
+        ids = self.ids.part(rows)
+        run_seed = np.where(has_seed, seed & np.uint64(0xFFFF_FFFF), np.uint64(self.rules.job.sampling.seed))
+        image_number = np.zeros(len(ids), np.uint64)
+        if self.num_images is not None:
+            row, image_number = _images(self.num_images[rows])
+            ids, run_seed, seed, has_seed = ids.take(row), run_seed[row], seed[row], has_seed[row]
+        is_derived = ~has_seed | (image_number > 0)
+        drawn = derived_seeds(ids, image_number, run_seed)
+        return Seeds(np.where(is_derived, drawn, seed), is_derived, image_number)
+
+    def per_image(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """An array per row as one per image."""
+        return values if self.num_images is None else np.repeat(values, self.num_images)
+
+    def batches(self) -> Iterator[tuple[Checked, pa.RecordBatch, npt.NDArray[np.intp]]]:
+        """The manifest once more: each batch with its checked columns and the places of its good rows."""
+        first_row = 0
+        for batch in self.manifest.batches():
+            checked = self.rules.check(batch, first_row)
+            good = np.flatnonzero(self.is_good[first_row : first_row + batch.num_rows])
+            first_row += batch.num_rows
+            yield checked, batch, good
+
+
+class _Gathered:
+    """Arrays of all batches, each joined only when it is asked for and given up then."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {}
+        self.digest = np.zeros(2, np.uint64)
+
+    def add(self, checked: Checked, grouper: Grouper) -> None:
+        good = np.flatnonzero(checked.is_good)
+        who = identify(checked, grouper.samplers)
+        group, evaluations = grouper.assign(
+            checked.width[good],
+            checked.height[good],
+            checked.guidance_scale[good],
+            checked.sampler[good],
+            checked.steps[good],
+        )
+        columns: dict[str, npt.NDArray[Any]] = {
+            "high": who.ids.high[good],
+            "low": who.ids.low[good],
+            "content": who.content[good],
+            "noise": checked.seed[good].astype(np.uint32),
+            "has_seed": checked.has_seed[good],
+            "num_images": checked.num_images[good].astype(np.uint32),
+            "group": group.astype(np.uint32),
+            "evaluations": evaluations.astype(np.uint16),
+        }
+        for name, values in columns.items():
+            self._parts.setdefault(name, []).append(values)
+        with np.errstate(over="ignore"):
+            self.digest += _digest_sum(checked, who, good)
+
+    def take(self, name: str, keep: Bools | None = None) -> npt.NDArray[Any]:
+        values = np.concatenate(self._parts.pop(name))
+        return values if keep is None else values[keep]
+
+
+def survey(
+    manifest: Manifest,
+    rules: Rules,
+    on_bad: Callable[[list[BadCell]], None],
+    on_progress: Callable[[int], None] = lambda rows: None,
+) -> Survey:
+    """Check and identify every row. Bad cells go to `on_bad` as they are found, in manifest order but for
+    duplicate ids, which come last; what to do about them is the caller's matter."""
+    grouper = Grouper.of(rules.facts, rules.samplers)
+    gathered = _Gathered()
+    is_good = np.zeros(manifest.num_rows, bool)
+    first_row = 0
+    for batch in manifest.batches():
+        checked = rules.check(batch, first_row)
+        if checked.bad:
+            on_bad(checked.bad)
+        is_good[first_row : first_row + batch.num_rows] = checked.is_good
+        gathered.add(checked, grouper)
+        first_row += batch.num_rows
+        on_progress(batch.num_rows)
+    if not first_row:
+        raise UsageError(f"manifest: {', '.join(map(str, manifest.files))} holds no row")
+    ids = Digests(gathered.take("high"), gathered.take("low"))
+    keep: Bools | None = None
+    if "id" in manifest.schema.names:
+        keep = _refuse_duplicates(ids, is_good, manifest, on_bad)
+        ids = ids if keep is None else ids.take(np.flatnonzero(keep))
+    else:
+        ids = _numbered(ids)
+    return _settled(manifest, rules, grouper.groups, is_good, ids, gathered, keep)
+
+
+def _numbered(ids: Digests) -> Digests:
+    """Digests of rows without an id column: rows that are equal in all columns are told apart by their number."""
+    number = occurrences(ids)
+    again = np.flatnonzero(number)
+    if len(again):
+        longer = joined(ids.take(again), number_digests(number[again]))
+        ids.high[again], ids.low[again] = longer.high, longer.low
+    return ids
+
+
+def _refuse_duplicates(
+    ids: Digests, is_good: Bools, manifest: Manifest, on_bad: Callable[[list[BadCell]], None]
+) -> Bools | None:
+    """Refuse every row whose id another row has too; which of them are good is returned, None for all."""
+    same_high = repeated(ids.high)
+    order = same_high[np.lexsort((same_high, ids.low[same_high], ids.high[same_high]))]
+    same = (ids.high[order][1:] == ids.high[order][:-1]) & (ids.low[order][1:] == ids.low[order][:-1])
+    if not same.any():
+        return None
+    places = np.sort(order[np.append(same, False) | np.append(False, same)])
+    rows = np.flatnonzero(is_good)[places]
+    names = _id_texts(manifest, rows)
+    others: dict[str, list[int]] = {}
+    for row, name in zip(rows.tolist(), names, strict=True):
+        others.setdefault(name, []).append(row)
+    on_bad([BadCell(row, "id", repr(name), _duplicate(others[name], row)) for row, name in zip(rows.tolist(), names)])  # noqa: B905
+    is_good[rows] = False
+    keep = np.ones(len(ids), bool)
+    keep[places] = False
+    return keep
+
+
+def _duplicate(rows: list[int], row: int) -> str:
+    others = [str(other) for other in rows if other != row][:3]
+    return f"must be unique; manifest row {', '.join(others)} has it too"
+
+
+def _id_texts(manifest: Manifest, rows: npt.NDArray[np.intp]) -> list[str]:
+    found: list[str] = []
+    first_row = 0
+    for batch in manifest.batches():
+        start, end = np.searchsorted(rows, [first_row, first_row + batch.num_rows])
+        column = decoded(batch.column("id"))
+        found += [str(column[int(row) - first_row].as_py()) for row in rows[start:end]]
+        first_row += batch.num_rows
+    return found
+
+
+def _settled(
+    manifest: Manifest,
+    rules: Rules,
+    groups: list[Group],
+    is_good: Bools,
+    ids: Digests,
+    gathered: _Gathered,
+    keep: Bools | None,
+) -> Survey:
+    num_images = gathered.take("num_images", keep)
+    settled = Survey(
+        manifest=manifest,
+        rules=rules,
+        groups=groups,
+        is_good=is_good,
+        ids=ids,
+        num_images=None if (num_images == 1).all() else num_images,
+        group=gathered.take("group", keep),
+        evaluations=gathered.take("evaluations", keep),
+        redrawn=Redrawn(np.zeros(0, np.intp), np.zeros(0, np.uint64)),
+        num_repeated_noise=0,
+        rows_digest=f"{gathered.digest[0]:016x}{gathered.digest[1]:016x}",
+    )
+    noise, has_seed = gathered.take("noise", keep), gathered.take("has_seed", keep)
+    keys, is_derived = _noise_keys(settled, gathered.take("content", keep), noise, has_seed)
+
+    def sources(images: npt.NDArray[np.intp]) -> Sources:
+        row, number = images, np.zeros(len(images), np.uint64)
+        if settled.num_images is not None:
+            ends = np.cumsum(settled.num_images, dtype=np.uint64)
+            row = np.searchsorted(ends, images.astype(np.uint64), side="right")
+            number = images.astype(np.uint64) - (ends - settled.num_images)[row]
+        run_seed = np.where(has_seed[row], noise[row].astype(np.uint64), np.uint64(rules.job.sampling.seed))
+        return Sources(ids.take(row), number, run_seed)
+
+    settled.redrawn = settle_seeds(keys, is_derived, sources)
+    settled.num_repeated_noise = num_repeats(keys[~is_derived])
+    return settled
+
+
+def _noise_keys(
+    settled: Survey, content: npt.NDArray[np.uint32], noise: npt.NDArray[np.uint32], has_seed: Bools
+) -> tuple[U64, Bools]:
+    """Per image, in slices so that the arithmetic's temporaries stay small."""
+    keys, derived = [], []
+    for start in range(0, len(content), _SLICE):
+        rows = slice(start, start + _SLICE)
+        drawn = settled.seeds(rows, noise[rows].astype(np.uint64), has_seed[rows])
+        counts = None if settled.num_images is None else settled.num_images[rows]
+        per_image = content[rows] if counts is None else np.repeat(content[rows], counts)
+        keys.append(noise_keys(per_image, drawn.seeds))
+        derived.append(drawn.is_derived)
+    return np.concatenate(keys), np.concatenate(derived)
+
+
+def _images(num_images: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.intp], U64]:
+    """Row and image number of each image."""
+    row = np.repeat(np.arange(len(num_images)), num_images)
+    starts = np.cumsum(num_images, dtype=np.uint64) - num_images
+    return row, np.arange(len(row), dtype=np.uint64) - starts[row]
+
+
+def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
+    """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
+    total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
+    for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
+        total = joined(total, number_digests(numbers[good].astype(np.uint64)))
+    with np.errstate(over="ignore"):
+        return np.array([total.high.sum(dtype=np.uint64), total.low.sum(dtype=np.uint64)], np.uint64)
