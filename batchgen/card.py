@@ -46,9 +46,7 @@ as text; what is null there is "" or 0 and its name stands in `nulls`.""",
 }
 
 
-def card(
-    *, name: str, output_format: str, model: str, version: str, num_images: int, num_failed: int = 0
-) -> str:
+def card(*, name: str, output_format: str, model: str, version: str, num_images: int, num_failed: int = 0) -> str:
     """The text of the run directory's README.md."""
     return _TEMPLATE.format(
         name=_one_line(name),

@@ -1,42 +1,27 @@
-"""Durable files. The one seam between the writer and the file system.
+"""What parts need of the disk beside `filesystem`: files hashed as they are written, tables, whole folders.
 
-Whatever the disk refuses (full, over quota, read-only, a stale handle) stops the run as resumable and is
-never a row's failure.
+All errors of the disk leave as `filesystem.resumable` names them: they stop the run and are never a row's
+failure.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.errors import Interrupted
+from batchgen.filesystem import FileSystem, resumable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-
-@contextmanager
-def interrupting(path: Path) -> Iterator[None]:
-    """Turn any OSError inside into Interrupted, naming the path and the cause."""
-    try:
-        yield
-    except OSError as error:
-        cause = os.strerror(error.errno) if error.errno else str(error)
-        name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-        raise Interrupted(
-            f"{path} cannot be written: {cause} ({name}); "
-            "what was committed is kept: make room or bring the disk back, then run the same command again"
-        ) from error
+FILES = FileSystem()
 
 
 class HashedFile(io.RawIOBase):
@@ -75,38 +60,21 @@ class HashedFile(io.RawIOBase):
         self.close()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file whose bytes, but not yet its name, are durable."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write a Parquet file, durable with its name. Raises Interrupted if the disk refuses."""
-    with interrupting(path):
+    """Write a Parquet file, durable with its name."""
+    with resumable(path):
         file = HashedFile(path)
         try:
             pq.write_table(table, file, compression="zstd")
             file.close_durably()
         finally:
             file.close()
-        sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        FILES.sync_folder(path.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there. Raises Interrupted if the disk refuses."""
-    with interrupting(path):
+    """Remove a file or a whole folder, if it is there."""
+    with resumable(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

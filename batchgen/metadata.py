@@ -73,11 +73,7 @@ RESERVED = frozenset([*PARAMETERS.names, *FILE.names, *ERROR.names, "image", "nu
 
 def carried_fields(schema: pa.Schema) -> list[pa.Field]:
     """The manifest's own columns in the schema of a plan or row table, under their own names."""
-    return [
-        field.with_name(field.name.removeprefix(CARRIED))
-        for field in schema
-        if field.name.startswith(CARRIED)
-    ]
+    return [field.with_name(field.name.removeprefix(CARRIED)) for field in schema if field.name.startswith(CARRIED)]
 
 
 def metadata_schema(carried: Iterable[pa.Field]) -> pa.Schema:
@@ -109,7 +105,7 @@ def row_table(shard: pa.Table, model: str, made: Sequence[Written], failed: Sequ
     columns["model"] = pa.repeat(pa.scalar(model), len(own))
     columns |= {name: own[name] for name in own.schema.names}
     schema = row_table_schema(carried_fields(shard.schema))
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
 
 
 def made_rows(table: pa.Table) -> pa.Table:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from batchgen import codec, disk
 from batchgen.encoders import EncoderPool
 from batchgen.errors import BatchgenError, RowError
+from batchgen.filesystem import resumable
 from batchgen.formats import CONTAINERS, Container, Member
 from batchgen.job import Output
 from batchgen.metadata import parameters
@@ -40,7 +41,7 @@ class PartWriter:
         container = CONTAINERS[output.format]
         self._path = work_dir / f"{stem}{container.suffix}"
         disk.remove(self._path)
-        with disk.interrupting(self._path):
+        with resumable(self._path):
             self._container: Container = container(self._path, shard, model)
         self._num_added = 0
         self._num_settled = 0
@@ -64,9 +65,9 @@ class PartWriter:
         if not self._images:
             self.discard()
             return self._part(None, 0, 0, hashlib.sha256().hexdigest())
-        with disk.interrupting(self._path):
+        with resumable(self._path):
             num_files, num_bytes, sha256 = self._container.close()
-            disk.sync_folder(self._path.parent)
+            disk.FILES.sync_folder(self._path.parent)
         return self._part(self._path, num_files, num_bytes, sha256)
 
     def discard(self) -> None:
@@ -94,7 +95,7 @@ class PartWriter:
         data = codec.encode(image.pixels, embedded, self._output)
         file_name = published_name(self._stem, self._container.suffix, file)
         member = Member(row, file, data, describe(image, data, file_name, self._output.image))
-        with disk.interrupting(self._path):
+        with resumable(self._path):
             self._container.stage(member)
         return member
 
@@ -112,7 +113,7 @@ class PartWriter:
             self._failures.append(outcome)
         elif outcome is not None and self._error is None:
             try:
-                with disk.interrupting(self._path):
+                with resumable(self._path):
                     self._container.append(outcome)
                 self._images.append(outcome.written)
             except BaseException as error:

@@ -18,6 +18,9 @@ from batchgen.records import Image, Part, Row
 from batchgen.writer import PartWriter
 
 MODEL = "pattern"
+FORMATS = ["files", "webdataset", "parquet"]
+SEEDS = [0, 2**32, 2**53 + 1, 2**63 - 1, 2**64 - 1]
+"""Where 32 bits, a double, a signed and an unsigned 64-bit integer end."""
 AWKWARD_TEXTS = [
     "a\x00b",
     "a\nb\r\n\tc",
@@ -58,15 +61,15 @@ def make_shard(rows: Sequence[Row], carried: Mapping[str, pa.Array] | None = Non
     int32 = pa.int32()
     columns = {
         "position": pa.array(range(count - 1, -1, -1), pa.uint64()),
-        "id": pa.array([row.id for row in rows], pa.string()),
+        "id": pa.array([row.id for row in rows], pa.large_string()),
         "image_number": pa.array([row.image_number for row in rows], int32),
-        "prompt": pa.array([row.prompt for row in rows], pa.string()),
-        "negative_prompt": pa.array([row.negative_prompt for row in rows], pa.string()),
+        "prompt": pa.array([row.prompt for row in rows], pa.large_string()),
+        "negative_prompt": pa.array([row.negative_prompt for row in rows], pa.large_string()),
         "width": pa.array([row.width for row in rows], int32),
         "height": pa.array([row.height for row in rows], int32),
         "steps": pa.array([row.steps for row in rows], int32),
         "guidance_scale": pa.array([row.guidance_scale for row in rows], pa.float64()),
-        "sampler": pa.array([row.sampler for row in rows], pa.string()),
+        "sampler": pa.array([row.sampler for row in rows], pa.dictionary(int32, pa.string())),
         "seed": pa.array([row.seed for row in rows], pa.uint64()),
         "asked_width": pa.array([row.width - 1 for row in rows], int32),
         "asked_height": pa.array([row.height - 1 for row in rows], int32),
@@ -76,6 +79,20 @@ def make_shard(rows: Sequence[Row], carried: Mapping[str, pa.Array] | None = Non
     }
     columns |= {f"carried:{name}": column for name, column in (carried or {}).items()}
     return pa.table(columns)
+
+
+def output_of(**changes: object) -> job.Output:
+    return job.Output.model_validate(changes)
+
+
+def seven() -> list[Row]:
+    """Seven prompts, and an order in which batches might bring them."""
+    rows = [make_row(index, f"prompt number {index}", seed=10**index) for index in range(7)]
+    return [rows[index] for index in (2, 0, 1, 6, 5, 3, 4)]
+
+
+def shard_of_seven() -> pa.Table:
+    return make_shard(sorted(seven(), key=lambda row: row.index), {"caption": pa.array([f"own {n}" for n in range(7)])})
 
 
 def make_image(row: Row) -> Image:
@@ -113,9 +130,7 @@ def make_run(folder: Path, output: job.Output, rows: Sequence[Row], shard: pa.Ta
     pq.write_table(metadata, folder / "metadata.parquet")
     if output.format == "files":
         pq.write_table(image_folder_table(metadata), folder / "data" / "metadata.parquet")
-    text = card(
-        name="a run", output_format=output.format, model=MODEL, version="1", num_images=metadata.num_rows
-    )
+    text = card(name="a run", output_format=output.format, model=MODEL, version="1", num_images=metadata.num_rows)
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / ".run").mkdir()
     pq.write_table(shard, folder / ".run" / "0000.parquet")

@@ -18,10 +18,8 @@ from batchgen import job
 from batchgen.card import card, image_folder_table
 from batchgen.models.pattern import expected, read_pattern
 from batchgen.records import Row
-from tests.shards import AWKWARD_TEXTS, RunFolder, make_row, make_run, make_shard
+from tests.shards import AWKWARD_TEXTS, FORMATS, SEEDS, RunFolder, make_row, make_run, make_shard
 
-FORMATS = ["files", "webdataset", "parquet"]
-SEEDS = [0, 2**32, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 SPLIT_WORDS = ["test-1", "train", "validation-2", "a_test_b", "dev"]
 """Ids that `datasets` would take for names of splits."""
 ROWS = [
@@ -190,9 +188,7 @@ def test_image_folder_table_has_one_schema_for_every_chunk(tmp_path: Path) -> No
 def test_uint64_seeds_still_overflow_in_the_image_folder_reader(tmp_path: Path) -> None:
     """Why seeds are text in `data/metadata.parquet`."""
     run = run_of(tmp_path, "files")
-    with_numbers = (
-        image_folder_table(run.metadata).drop_columns("seed").append_column("seed", run.metadata["seed"])
-    )
+    with_numbers = image_folder_table(run.metadata).drop_columns("seed").append_column("seed", run.metadata["seed"])
     pq.write_table(with_numbers, run.path / "data" / "metadata.parquet")
     with pytest.raises(datasets.exceptions.DatasetGenerationError):
         loaded(run, False)

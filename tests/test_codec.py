@@ -16,11 +16,10 @@ from batchgen import codec, job
 from batchgen.errors import BatchgenError, RowError
 from batchgen.metadata import parameters
 from batchgen.models.pattern import paint
-from tests.shards import AWKWARD_TEXTS, make_row
+from tests.shards import AWKWARD_TEXTS, SEEDS, make_row
 
 FORMATS = ["png", "jpeg", "webp"]
 ROOT = Path(__file__).parents[1]
-SEEDS = [0, 2**32, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 PIXELS = paint(make_row(width=96, height=64))
 OUTPUTS = {name: job.Output.model_validate({"image": name, "quality": 90}) for name in FORMATS}
 
@@ -82,13 +81,10 @@ def test_png_is_lossless_and_the_others_close() -> None:
 @pytest.mark.parametrize("image", FORMATS)
 def test_bytes_are_the_same_in_another_process(image: str) -> None:
     script = (
-        "import hashlib; from tests import test_codec as t; "
-        f"print(hashlib.sha256(t.encoded({image!r})[0]).hexdigest())"
+        f"import hashlib; from tests import test_codec as t; print(hashlib.sha256(t.encoded({image!r})[0]).hexdigest())"
     )
     hashes = {
-        subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-        ).stdout
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout
         for _ in range(2)
     }
     assert len(hashes) == 1

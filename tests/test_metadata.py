@@ -13,9 +13,8 @@ from batchgen.metadata import (
     row_table_schema,
 )
 from batchgen.records import Failure, Written
-from tests.shards import make_row, make_shard
+from tests.shards import SEEDS, make_row, make_shard
 
-SEEDS = [0, 2**32, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 ROWS = [make_row(index, f"prompt {index}", seed=seed) for index, seed in enumerate(SEEDS)]
 CARRIED = {
     "caption.de": pa.array(["Apfel", None, "", "x", "y"]),

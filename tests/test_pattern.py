@@ -48,9 +48,7 @@ def faulty(index: int, fault: str) -> Row:
 def test_a_picture_says_which_row_it_is(
     row_id: str, prompt: str, negative: str | None, seed: int, columns: int, lines: int
 ) -> None:
-    row = make_row(
-        id=row_id, prompt=prompt, negative_prompt=negative, seed=seed, width=8 * columns, height=8 * lines
-    )
+    row = make_row(id=row_id, prompt=prompt, negative_prompt=negative, seed=seed, width=8 * columns, height=8 * lines)
     pixels = paint(row)
     assert pixels.shape == (row.height, row.width, 3)
     assert pixels.dtype == np.uint8
@@ -163,9 +161,7 @@ def test_exit_kills_the_process() -> None:
     assert ended.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "prompt", ["fault: explode", "fault:", "fault: slow", "fault: slow x", "fault: slow -1"]
-)
+@pytest.mark.parametrize("prompt", ["fault: explode", "fault:", "fault: slow", "fault: slow x", "fault: slow -1"])
 def test_an_unknown_fault_is_an_error_of_its_row(prompt: str) -> None:
     with pytest.raises(RowError, match="known are raise, raise once"):
         generate(make_row(0, prompt))
@@ -181,9 +177,7 @@ def test_slow_takes_its_time_and_can_be_dropped() -> None:
     generate(faulty(0, "slow 0.2"))
     assert time.monotonic() - started >= 0.2
     with pytest.raises(Dropped):
-        PatternGenerator(FAULTS).generate(
-            batch_of(faulty(0, "slow 60")), lambda: time.monotonic() - started > 0.4
-        )
+        PatternGenerator(FAULTS).generate(batch_of(faulty(0, "slow 60")), lambda: time.monotonic() - started > 0.4)
     assert time.monotonic() - started < 10
 
 

@@ -1,9 +1,6 @@
-import errno
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -14,41 +11,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import codec, disk, job, writer
+from batchgen import codec, job, writer
 from batchgen.encoders import EncoderPool, num_encoder_threads
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError
 from batchgen.formats import CONTAINERS
 from batchgen.metadata import failed_rows, made_rows, row_table
 from batchgen.models.pattern import expected, read_pattern
 from batchgen.parts import part_digest, part_reader
 from batchgen.records import Part
 from batchgen.writer import PartWriter
-from tests.shards import AWKWARD_TEXTS, MODEL, make_image, make_row, make_shard, write_part
+from tests.shards import (
+    AWKWARD_TEXTS,
+    FORMATS,
+    MODEL,
+    SEEDS,
+    make_image,
+    make_row,
+    make_shard,
+    output_of,
+    seven,
+    shard_of_seven,
+    write_part,
+)
 
-ROOT = Path(__file__).parents[1]
-FORMATS = ["files", "webdataset", "parquet"]
 IMAGES = ["png", "jpeg", "webp"]
-SEEDS = [0, 2**32, 2**53 + 1, 2**63 - 1, 2**64 - 1]
 
 
-def output_of(**changes: object) -> job.Output:
-    return job.Output.model_validate(changes)
-
-
-def seven() -> list[Any]:
-    """Seven prompts, and an order in which batches might bring them."""
-    rows = [make_row(index, f"prompt number {index}", seed=10**index) for index in range(7)]
-    return [rows[index] for index in (2, 0, 1, 6, 5, 3, 4)]
-
-
-def shard_of_seven() -> pa.Table:
-    return make_shard(
-        sorted(seven(), key=lambda row: row.index), {"caption": pa.array([f"own {n}" for n in range(7)])}
-    )
-
-
-def without_slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make early images slow to encode, so that later ones overtake them."""
+def slow_down_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encode some images slowly, so that later ones overtake them."""
     encode = codec.encode
 
     def uneven(pixels: Any, parameters: Any, output: job.Output) -> bytes:
@@ -63,7 +53,7 @@ def without_slow_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pixels_embedded_parameters_and_table_name_the_same_row(
     tmp_path: Path, format_name: str, image: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_slow_and_fast(monkeypatch)
+    slow_down_some(monkeypatch)
     output = output_of(format=format_name, image=image, quality=90)
     rows = {row.id: row for row in seven()}
     part = write_part(tmp_path, output, seven(), shard_of_seven(), num_threads=4)
@@ -89,7 +79,7 @@ def test_pixels_embedded_parameters_and_table_name_the_same_row(
 def test_images_keep_the_order_in_which_they_were_added(
     tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_slow_and_fast(monkeypatch)
+    slow_down_some(monkeypatch)
     part = write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven(), num_threads=4)
     assert [image.index for image in part.images] == [2, 0, 1, 6, 5, 3, 4]
     assert part.path is not None
@@ -112,19 +102,10 @@ def test_the_part_is_what_lies_on_the_disk(tmp_path: Path, format_name: str) -> 
     }.get(format_name)
 
 
-def test_a_folder_is_digested_as_sha256sum_would(tmp_path: Path) -> None:
-    part = write_part(tmp_path, output_of(), seven(), shard_of_seven())
-    command = "LC_ALL=C sha256sum * | sha256sum"
-    printed = subprocess.run(command, shell=True, cwd=part.path, capture_output=True, text=True, check=True)
-    assert printed.stdout.split()[0] == part.sha256
-
-
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_parts_are_the_same_bytes_again(tmp_path: Path, format_name: str) -> None:
     parts = [
-        write_part(
-            tmp_path / str(threads), output_of(format=format_name), seven(), shard_of_seven(), "1-0", threads
-        )
+        write_part(tmp_path / str(threads), output_of(format=format_name), seven(), shard_of_seven(), "1-0", threads)
         for threads in (1, 4)
     ]
     assert parts[0].sha256 == parts[1].sha256
@@ -139,10 +120,7 @@ def test_every_seed_and_text_is_exact_in_the_part(tmp_path: Path, format_name: s
     ]
     part = write_part(tmp_path, output_of(format=format_name), rows, make_shard(rows))
     assert part.path is not None
-    found = {
-        data_row["id"]: data_row
-        for data_row in map(codec.read_parameters, dict(part_reader(part.path)).values())
-    }
+    found = {data_row["id"]: data_row for data_row in map(codec.read_parameters, dict(part_reader(part.path)).values())}
     for row in rows:
         assert found[row.id]["prompt"] == found[row.id]["negative_prompt"] == row.prompt
         assert int(found[row.id]["seed"]) == row.seed
@@ -151,9 +129,7 @@ def test_every_seed_and_text_is_exact_in_the_part(tmp_path: Path, format_name: s
         assert [(line["prompt"], line["seed"]) for line in lines] == [(row.prompt, row.seed) for row in rows]
     if format_name == "webdataset":
         samples = tar_samples(part)
-        assert [(line["prompt"], int(line["seed"])) for line in samples] == [
-            (row.prompt, row.seed) for row in rows
-        ]
+        assert [(line["prompt"], int(line["seed"])) for line in samples] == [(row.prompt, row.seed) for row in rows]
 
 
 def tar_samples(part: Part) -> list[dict[str, Any]]:
@@ -239,9 +215,7 @@ def test_a_part_without_an_image_leaves_no_file(tmp_path: Path, format_name: str
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_discard_leaves_nothing_behind(tmp_path: Path, format_name: str, is_finished: bool) -> None:
     with EncoderPool(2) as pool:
-        part_writer = PartWriter(
-            tmp_path, "1-0", output_of(format=format_name), shard_of_seven(), MODEL, pool
-        )
+        part_writer = PartWriter(tmp_path, "1-0", output_of(format=format_name), shard_of_seven(), MODEL, pool)
         for row in seven():
             part_writer.add(make_image(row))
         if is_finished:
@@ -308,9 +282,7 @@ def test_slow_encoders_hold_up_add(tmp_path: Path, format_name: str, monkeypatch
     monkeypatch.setattr(EncoderPool, "release", counted_release)
     rows = [make_row(index) for index in range(30)]
     with EncoderPool(3) as pool:
-        part_writer = PartWriter(
-            tmp_path, "0-0", output_of(format=format_name), make_shard(rows), MODEL, pool
-        )
+        part_writer = PartWriter(tmp_path, "0-0", output_of(format=format_name), make_shard(rows), MODEL, pool)
         for row in rows:
             part_writer.add(make_image(row))
             gauge.change(1)
@@ -320,9 +292,7 @@ def test_slow_encoders_hold_up_add(tmp_path: Path, format_name: str, monkeypatch
     assert gauge.now == 0
 
 
-def test_a_bug_in_an_encoder_is_raised_and_names_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_in_an_encoder_is_raised_and_names_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(pixels: Any, parameters: Any, output: job.Output) -> bytes:
         raise ZeroDivisionError("a bug")
 
@@ -336,135 +306,6 @@ def test_a_bug_in_an_encoder_is_raised_and_names_no_row(
             part_writer.add(make_image(make_row(1)))
         part_writer.discard()
     assert list(tmp_path.iterdir()) == []
-
-
-CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
-
-
-@pytest.mark.parametrize("format_name", FORMATS)
-@pytest.mark.parametrize("code", CODES, ids=lambda code: errno.errorcode[code])
-def test_a_refusing_disk_interrupts_the_run_and_fails_no_row(
-    tmp_path: Path, format_name: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = iter(range(1000))
-
-    def refuse_the_fifth(*args: Any) -> Any:
-        if next(written) >= 4:
-            raise OSError(code, os.strerror(code))
-        return original(*args)
-
-    owner, name = (disk, "write_file") if format_name == "files" else (disk.HashedFile, "write")
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, refuse_the_fifth)
-    with EncoderPool(2) as pool:
-        part_writer = PartWriter(
-            tmp_path, "0-0", output_of(format=format_name), shard_of_seven(), MODEL, pool
-        )
-        with pytest.raises(
-            Interrupted, match=rf"0-0.*{os.strerror(code)} \({errno.errorcode[code]}\)"
-        ) as caught:
-            fill(part_writer)
-        assert "run the same command again" in str(caught.value)
-        part_writer.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
-def fill(part_writer: PartWriter) -> Part:
-    for row in seven():
-        part_writer.add(make_image(row))
-    return part_writer.finish()
-
-
-@pytest.mark.parametrize("format_name", ["webdataset", "parquet"])
-def test_a_really_full_disk(tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "remove", lambda path: None)
-    (tmp_path / f"00000-0{CONTAINERS[format_name].suffix}").symlink_to("/dev/full")
-    with pytest.raises(Interrupted, match="No space left on device"):
-        write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from tests import test_writer as t
-folder, format_name = Path(sys.argv[1]), sys.argv[2]
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
-try:
-    t.write_part(folder, t.output_of(format=format_name), t.seven(), t.shard_of_seven())
-except t.Interrupted as error:
-    print("interrupted:", error)
-"""
-
-
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_a_file_that_may_not_grow(tmp_path: Path, format_name: str) -> None:
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), format_name, "300"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith(f"interrupted: {tmp_path}")
-    assert "File too large (EFBIG)" in ended.stdout
-
-
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_everything_is_synced_before_finish_returns(
-    tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[int, int]] = []
-    fsync = os.fsync
-
-    def noted(handle: int) -> None:
-        fsync(handle)
-        state = os.fstat(handle)
-        synced.append((state.st_ino, state.st_size))
-
-    monkeypatch.setattr(os, "fsync", noted)
-    part = write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
-    assert part.path is not None
-    paths = [part.path, *part.path.iterdir()] if part.kind == "folder" else [part.path]
-    for path in [*paths, tmp_path]:
-        state = path.stat()
-        assert (state.st_ino, state.st_size) in synced
-    assert synced[-1][0] == tmp_path.stat().st_ino
-
-
-def test_write_table_is_durable_or_interrupts(tmp_path: Path) -> None:
-    disk.write_table(tmp_path / "rows.parquet", shard_of_seven())
-    assert pq.read_table(tmp_path / "rows.parquet") == shard_of_seven()
-    with pytest.raises(Interrupted, match="No such file or directory"):
-        disk.write_table(tmp_path / "gone" / "rows.parquet", shard_of_seven())
-
-
-@pytest.mark.parametrize("format_name", FORMATS)
-def test_a_damaged_part_is_named(tmp_path: Path, format_name: str) -> None:
-    part = write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
-    assert part.path is not None
-    if format_name == "files":
-        (part.path / "row-3.png").write_bytes(b"")
-        assert part_digest(part.path) != (part.files, part.bytes, part.sha256)
-        return
-    whole = part.path.read_bytes()
-    for length in range(0, len(whole), 512):
-        part.path.write_bytes(whole[:length])
-        assert part_digest(part.path) != (part.files, part.bytes, part.sha256)
-        with pytest.raises(BatchgenError, match="missing or damaged"):
-            list(part_reader(part.path))
-    part.path.unlink()
-    with pytest.raises(BatchgenError, match="missing or damaged"):
-        list(part_reader(part.path))
-
-
-def test_a_tar_damaged_in_the_middle_yields_what_comes_before(tmp_path: Path) -> None:
-    part = write_part(tmp_path, output_of(format="webdataset"), seven(), shard_of_seven())
-    assert part.path is not None
-    with tarfile.open(part.path) as tar:
-        header = tar.getmember("row-6.png").offset
-    data = bytearray(part.path.read_bytes())
-    data[header] ^= 1
-    part.path.write_bytes(data)
-    reader = part_reader(part.path)
-    assert [next(reader)[0] for _ in range(3)] == ["row-2.png", "row-0.png", "row-1.png"]
-    with pytest.raises(BatchgenError, match="no further member can be read"):
-        next(reader)
 
 
 def test_flat_is_a_span_of_at_most_2_in_every_channel() -> None:

@@ -78,8 +78,7 @@ class PatternGenerator:
         pictures = {row: paint(row) for row in batch.rows if failures[row] is None}
         seconds = (time.monotonic() - started) / len(batch.rows)
         return [
-            failures[row] or Image(row, pictures[row], batch.size, "pattern", None, None, seconds)
-            for row in batch.rows
+            failures[row] or Image(row, pictures[row], batch.size, "pattern", None, None, seconds) for row in batch.rows
         ]
 
     def _obey(self, row: Row, should_drop: Callable[[], bool]) -> Failure | None:
@@ -191,7 +190,8 @@ def _background(row: Row, dark: Pixels, light: Pixels) -> Pixels:
     down, across = np.ogrid[: row.height, : row.width]
     level = np.linspace(0.15, 0.5, period)[:, None]
     band = (dark + (light.astype(float) - dark) * level).astype(np.uint8)
-    return band[(down + across) % period]
+    picture: Pixels = band[(down + across) % period]
+    return picture
 
 
 def _write_words(draw: ImageDraw.ImageDraw, row: Row) -> None:
