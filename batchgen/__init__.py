@@ -13,8 +13,8 @@ from batchgen.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from batchgen.job import Job
-    from batchgen.runner import Ending
     from batchgen.rundir import Planned
+    from batchgen.runner import Ending
 
 __all__ = ["__version__", "load_job", "plan", "run"]
 

@@ -46,9 +46,7 @@ as text; what is null there is "" or 0 and its name stands in `nulls`.""",
 }
 
 
-def card(
-    *, name: str, output_format: str, model: str, version: str, num_images: int, num_failed: int = 0
-) -> str:
+def card(*, name: str, output_format: str, model: str, version: str, num_images: int, num_failed: int = 0) -> str:
     """The text of the run directory's README.md."""
     return _TEMPLATE.format(
         name=_one_line(name),
@@ -70,7 +68,7 @@ def image_folder_table(table: pa.Table) -> pa.Table:
     """
     columns = {"file_name": pc.utf8_slice_codeunits(table["file_name"], len("data/"))}
     for field in table.schema:
-        if field.name == "seed" or not is_folder_readable(field.type):
+        if not is_folder_readable(field.type):
             columns[_free_name(field.name, table.schema.names)] = as_text(table[field.name])
         elif field.name != "file_name":
             columns[_free_name(field.name, table.schema.names)] = table[field.name]

@@ -54,7 +54,8 @@ def _is_unknown(kind: pa.DataType) -> bool:
 
 
 def _is_unsafe_as_object(kind: pa.DataType) -> bool:
-    return kind == pa.uint64() or bool(pa.types.is_struct(kind)) or str(kind).startswith("timestamp[ns")
+    is_nanoseconds = pa.types.is_timestamp(kind) and kind.unit == "ns"
+    return bool(pa.types.is_uint64(kind) or pa.types.is_struct(kind) or is_nanoseconds)
 
 
 def _is_binary(kind: pa.DataType) -> bool:

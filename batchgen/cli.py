@@ -58,7 +58,9 @@ def cli() -> None:
 @click.argument("manifest", nargs=-1, required=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory [default: <manifest's name>-out].")
 @_with_job_options
-@click.option("--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25].")
+@click.option(
+    "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
+)
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
     """Make every row of MANIFEST that is not made yet; the same command resumes.
@@ -224,7 +226,9 @@ def main() -> NoReturn:
 def _job(options: dict[str, Any]) -> Job:
     from batchgen.job import load_job
 
-    short = [f"{_SHORT_FORMS[name]}={json.dumps(options[name])}" for name in _SHORT_FORMS if options.get(name) is not None]
+    short = [
+        f"{_SHORT_FORMS[name]}={json.dumps(options[name])}" for name in _SHORT_FORMS if options.get(name) is not None
+    ]
     return load_job(options["job_file"], [*short, *options["overrides"]])
 
 

@@ -100,9 +100,7 @@ def _exif(parameters: Mapping[str, Any] | None) -> bytes:
     return exif.tobytes()
 
 
-def _cannot_hold(
-    image: Image.Image, parameters: Mapping[str, Any] | None, output: Output, error: Exception
-) -> str:
+def _cannot_hold(image: Image.Image, parameters: Mapping[str, Any] | None, output: Output, error: Exception) -> str:
     num_bytes = len(_exif(parameters))
     if output.image == "jpeg" and num_bytes > _MAX_EXIF_BYTES:
         return (
@@ -140,9 +138,7 @@ def _check_png(data: bytes) -> None:
         body_end = at + 8 + length
         (expected,) = struct.unpack_from(">I", data, body_end)
         if zlib.crc32(data[at + 4 : body_end]) != expected:
-            raise ValueError(
-                f"its {kind.decode('latin-1')!r} chunk at byte {at:,} does not match its checksum"
-            )
+            raise ValueError(f"its {kind.decode('latin-1')!r} chunk at byte {at:,} does not match its checksum")
         at = body_end + 4
     if kind != b"IEND":
         raise ValueError(f"it ends after {len(data):,} bytes without an end mark")

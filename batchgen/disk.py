@@ -1,4 +1,8 @@
-"""Files of a part: written front to back, hashed on the way, durable when they are closed."""
+"""What parts need of the disk beside `filesystem`: files hashed as they are written, tables, whole folders.
+
+All errors of the disk leave as `filesystem.resumable` names them: they stop the run and are never a row's
+failure.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from batchgen.filesystem import FileSystem, resumable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+FILES = FileSystem()
 
 
 class HashedFile(io.RawIOBase):
@@ -55,7 +61,7 @@ class HashedFile(io.RawIOBase):
 
 
 def write_table(path: Path, table: pa.Table) -> str:
-    """Write a Parquet file, durable with its name; its sha256. Raises Interrupted if the disk refuses."""
+    """Write a Parquet file, durable with its name; its sha256."""
     with resumable(path):
         file = HashedFile(path)
         try:
@@ -63,12 +69,12 @@ def write_table(path: Path, table: pa.Table) -> str:
             file.close_durably()
         finally:
             file.close()
-    FileSystem().sync_folder(path.parent)
+        FILES.sync_folder(path.parent)
     return file.hexdigest()
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there. Raises Interrupted if the disk refuses."""
+    """Remove a file or a whole folder, if it is there."""
     with resumable(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -20,10 +20,9 @@ import pyarrow.parquet as pq
 
 from batchgen.balance import Balance, take_balance
 from batchgen.card import card, image_folder_table
+from batchgen.disk import remove
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
-from batchgen.job import Job
-from batchgen.disk import remove
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.plan import REJECTED, PlanIndex
@@ -204,6 +203,8 @@ def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
     for folder in (run.root / "claims", run.root / "receipts", run.plans):
         names = run.files.names(folder)
         for name in names:
-            is_temp = name.endswith(".tmp") and name.split(".")[0] in {one.split(".")[0] for one in names if one != name}
+            is_temp = name.endswith(".tmp") and name.split(".")[0] in {
+                one.split(".")[0] for one in names if one != name
+            }
             if is_temp or (folder == run.plans and name.startswith("0-") and name != index.folder):
                 remove(folder / name)

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 
 from batchgen import disk
 from batchgen.carried import as_text, as_texts, is_readable
-from batchgen.filesystem import FileSystem
 from batchgen.metadata import CARRIED, carried_fields, made_rows, metadata_schema, parameters, row_table
 from batchgen.records import Row, Written
 
@@ -73,14 +72,14 @@ class Folder:
         self._num_bytes = 0
 
     def stage(self, member: Member) -> None:
-        FileSystem().write(self._path / member.file, member.data)
+        disk.FILES.write(self._path / member.file, member.data)
 
     def append(self, member: Member) -> None:
         self._digests.append((member.file, member.written.sha256))
         self._num_bytes += member.written.bytes
 
     def close(self) -> tuple[int, int, str]:
-        FileSystem().sync_folder(self._path)
+        disk.FILES.sync_folder(self._path)
         return len(self._digests), self._num_bytes, folder_digest(self._digests)
 
     def abort(self) -> None:
@@ -98,9 +97,7 @@ class Tar:
         self._tar = tarfile.TarFile(fileobj=self._file, mode="w")
         self._shard = shard
         self._model = model
-        self._carried = {
-            field.name: as_texts(shard[CARRIED + field.name]) for field in carried_fields(shard.schema)
-        }
+        self._carried = {field.name: as_texts(shard[CARRIED + field.name]) for field in carried_fields(shard.schema)}
 
     def stage(self, member: Member) -> None:
         pass
@@ -190,8 +187,7 @@ def parquet_schema(carried: Iterable[pa.Field]) -> pa.Schema:
     """A Parquet part's columns. `datasets` knows the image column by the schema's own metadata."""
     image = pa.field("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
     rest = [
-        field if is_readable(field.type) else pa.field(field.name, pa.string())
-        for field in metadata_schema(carried)
+        field if is_readable(field.type) else pa.field(field.name, pa.string()) for field in metadata_schema(carried)
     ]
     features = {"info": {"features": {"image": {"_type": "Image"}}}}
     return pa.schema([image, *rest], metadata={"huggingface": json.dumps(features)})

@@ -73,11 +73,7 @@ RESERVED = frozenset([*PARAMETERS.names, *FILE.names, *ERROR.names, "image", "nu
 
 def carried_fields(schema: pa.Schema) -> list[pa.Field]:
     """The manifest's own columns in the schema of a plan or row table, under their own names."""
-    return [
-        field.with_name(field.name.removeprefix(CARRIED))
-        for field in schema
-        if field.name.startswith(CARRIED)
-    ]
+    return [field.with_name(field.name.removeprefix(CARRIED)) for field in schema if field.name.startswith(CARRIED)]
 
 
 def metadata_schema(carried: Iterable[pa.Field]) -> pa.Schema:
@@ -97,11 +93,11 @@ def row_table_schema(carried: Iterable[pa.Field]) -> pa.Schema:
 
 
 def row_table(shard: pa.Table, model: str, made: Sequence[Written], failed: Sequence[Failure]) -> pa.Table:
-    """The rows of a shard that a part settles, by index.
+    """The rows of a shard that a part settles: the made ones, then the failed ones, each in the order given.
 
     `shard` is the row group of the plan; rows that are neither made nor failed are left out of the table.
     """
-    outcomes = sorted([*map(_made, made), *map(_failed, failed)], key=lambda outcome: outcome["index"])
+    outcomes = [*map(_made, made), *map(_failed, failed)]
     own = pa.Table.from_pylist(outcomes, pa.schema([*_PLACE, *FILE, *ERROR]).remove(0))
     asked = shard.take(own["index"])
     columns = {name: asked[name] for name in asked.schema.names}
@@ -109,7 +105,7 @@ def row_table(shard: pa.Table, model: str, made: Sequence[Written], failed: Sequ
     columns["model"] = pa.repeat(pa.scalar(model), len(own))
     columns |= {name: own[name] for name in own.schema.names}
     schema = row_table_schema(carried_fields(shard.schema))
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
 
 
 def made_rows(table: pa.Table) -> pa.Table:

@@ -41,11 +41,17 @@ def part_digest(path: Path) -> tuple[int, int, str]:
 
 
 def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
+    end = 0
     with tarfile.open(path, "r:") as tar:
         for entry in tar:
+            end = entry.offset_data + _rounded_up(entry.size, tarfile.BLOCKSIZE)
             file = tar.extractfile(entry)
             if file is not None and not entry.name.endswith(".json"):
                 yield entry.name, file.read()
+    # tarfile takes a header that it cannot read, and a missing one, for the end.
+    num_bytes = _rounded_up(end + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
+    if path.stat().st_size != num_bytes:
+        raise ValueError(f"no further member can be read at byte {end:,}")
 
 
 def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -53,6 +59,10 @@ def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
         for group in range(table.num_row_groups):
             for image in table.read_row_group(group, columns=["image"])["image"]:
                 yield image["path"].as_py(), image["bytes"].as_py()
+
+
+def _rounded_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
 
 
 def _file_digest(path: Path) -> str:

@@ -48,7 +48,9 @@ class Rejections:
             [cell.rule for cell in cells],
         ]
         self._writer.write_table(
-            pa.table([pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], schema=SCHEMA)
+            pa.table(
+                [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], schema=SCHEMA
+            )
         )
 
     def message(self, num_rows: int) -> str:

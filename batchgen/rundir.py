@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.errors import UsageError
@@ -88,9 +87,7 @@ def plan_manifest(
     manifest = open_manifest(names, job.columns)
     _check_names(manifest)
     rejections = Rejections(manifest)
-    surveyed = survey(
-        manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows)
-    )
+    surveyed = survey(manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows))
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
     limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
@@ -221,5 +218,3 @@ def _notes(surveyed: Survey, facts: Facts) -> list[str]:
     if len(surveyed.redrawn.rows):
         notes.append(f"{len(surveyed.redrawn.rows)} derived seeds met another of the same prompt and were drawn again")
     return notes
-
-

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchgen import codec, disk
 from batchgen.encoders import EncoderPool
 from batchgen.errors import BatchgenError, RowError
-from batchgen.filesystem import FileSystem, resumable
+from batchgen.filesystem import resumable
 from batchgen.formats import CONTAINERS, Container, Member
 from batchgen.job import Output
 from batchgen.metadata import parameters
@@ -67,7 +67,7 @@ class PartWriter:
             return self._part(None, 0, 0, hashlib.sha256().hexdigest())
         with resumable(self._path):
             num_files, num_bytes, sha256 = self._container.close()
-            FileSystem().sync_folder(self._path.parent)
+            disk.FILES.sync_folder(self._path.parent)
         return self._part(self._path, num_files, num_bytes, sha256)
 
     def discard(self) -> None:

@@ -55,11 +55,7 @@ def test_forms_and_evaluations(kind: str) -> None:
         assert known.evaluations(steps) == len(made.scheduler(name, steps).timesteps), (name, steps)
         if known.form:
             assert made.table(name, steps).num_evaluations == known.evaluations(steps), (name, steps)
-        elif (
-            known.scheduler in facts._AFFINE
-            and known.scheduler != "DPMSolverMultistepScheduler"
-            and steps > 4
-        ):
+        elif known.scheduler in facts._AFFINE and known.scheduler != "DPMSolverMultistepScheduler" and steps > 4:
             with pytest.raises(NotAffineError):
                 probe(lambda name=name, steps=steps: made.scheduler(name, steps), WIDEST)
 

@@ -110,9 +110,7 @@ def test_one_step(sampler: str) -> None:
 def test_samplers_of_one_form_share_a_batch() -> None:
     rows = [
         dataclasses.replace(row, sampler=sampler)
-        for row, sampler in zip(
-            mixed("heun", True), ("heun", "deis", "dpmpp_2m", "dpmpp_2m_karras"), strict=True
-        )
+        for row, sampler in zip(mixed("heun", True), ("heun", "deis", "dpmpp_2m", "dpmpp_2m_karras"), strict=True)
     ]
     assert worst("sd1", rows) < TOLERANCE
 
@@ -162,9 +160,7 @@ class TestThatParityCanFail:
         def shift(rows: list[Row]) -> list[Row]:
             values = [getattr(row, changed) for row in rows]
             turned = values[-1:] + values[:-1]
-            return [
-                dataclasses.replace(row, **{changed: value}) for row, value in zip(rows, turned, strict=True)
-            ]
+            return [dataclasses.replace(row, **{changed: value}) for row, value in zip(rows, turned, strict=True)]
 
         assert self.mistaken(shift) > 10 * TOLERANCE
 

@@ -109,9 +109,7 @@ class Engine:
         ]
 
 
-def _outcome(
-    row: Row, result: Pixels | _Fault, batch_size: int, count: TokenCount, seconds: float
-) -> Outcome:
+def _outcome(row: Row, result: Pixels | _Fault, batch_size: int, count: TokenCount, seconds: float) -> Outcome:
     if isinstance(result, _Fault):
         return Failure(row, result.error, result.message)
     return Image(row, result, batch_size, _EAGER, count.read, count.dropped, seconds)
@@ -122,10 +120,7 @@ def _inspect(images: Tensor) -> Sequence[Pixels | _Fault]:
     is_finite = images.isfinite().flatten(1).all(1).tolist()
     pixels = sd.to_pixels(images)
     is_constant = (pixels.max(axis=(1, 2)) == pixels.min(axis=(1, 2))).all(axis=1)
-    return [
-        _NOT_FINITE if not is_finite[i] else _CONSTANT if is_constant[i] else pixels[i]
-        for i in range(len(pixels))
-    ]
+    return [_NOT_FINITE if not is_finite[i] else _CONSTANT if is_constant[i] else pixels[i] for i in range(len(pixels))]
 
 
 def _load(job: Job, dtype: torch.dtype, device: torch.device) -> sd.StableDiffusion:
@@ -152,9 +147,7 @@ def find_device(name: str | None) -> torch.device:
         num_gpus = torch.cuda.device_count()
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
         reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"engine.device = {name!r} is not there ({reason}); on this machine: {there}"
-        ) from None
+        raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
     return device
 
 

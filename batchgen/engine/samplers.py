@@ -104,9 +104,7 @@ def step_arguments(scheduler: Scheduler, generator: object) -> dict[str, object]
 
 def update(coefficients: Tensor, terms: Sequence[Tensor]) -> Tensor:
     """The affine map: sum over T of coefficients `[B, T]` times terms `[B, C, h, w]`, in float32."""
-    products = (
-        coefficients[:, i, None, None, None] * term.to(coefficients.dtype) for i, term in enumerate(terms)
-    )
+    products = (coefficients[:, i, None, None, None] * term.to(coefficients.dtype) for i, term in enumerate(terms))
     return torch.stack(tuple(products)).sum(0)
 
 
@@ -232,9 +230,7 @@ def _check(scheduler: Scheduler, table: Table) -> None:
             ("update", made, wanted),
         ):
             if not (left - right).abs().max() <= _TOLERANCE * right.abs().max():
-                raise NotAffineError(
-                    f"{type(scheduler).__name__}: the {name} of evaluation {i} is not affine"
-                )
+                raise NotAffineError(f"{type(scheduler).__name__}: the {name} of evaluation {i} is not affine")
         previous = latents
         if table.keeps[i]:
             predictions = [prediction, *predictions[:2]]

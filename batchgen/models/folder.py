@@ -88,9 +88,7 @@ def facts_of(model: Model) -> facts.Facts:
     length = folder.config("tokenizer").get("model_max_length")
     if not isinstance(length, int) or length > 10_000:
         raise UsageError(f"{folder.path}/tokenizer/tokenizer_config.json lacks model_max_length, usually 77")
-    return facts.stable_diffusion(
-        folder.config("unet"), folder.config("vae"), folder.config("scheduler"), length
-    )
+    return facts.stable_diffusion(folder.config("unet"), folder.config("vae"), folder.config("scheduler"), length)
 
 
 def identity(model: Model) -> dict[str, str]:
@@ -117,15 +115,11 @@ def _checked(folder: ModelFolder) -> ModelFolder:
     """The folder with its files listed, once nothing is missing."""
     path = folder.path
     if not (path / "model_index.json").is_file():
-        raise UsageError(
-            f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}"
-        )
+        raise UsageError(f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}")
     index = read_json(path / "model_index.json")
     family = index.get("_class_name")
     if family not in FAMILIES:
-        raise UsageError(
-            f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}"
-        )
+        raise UsageError(f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}")
     for component, classes in _CLASSES.items():
         _check_class(folder, component, index.get(component), classes)
     files = [f"{component}/{name}" for component, name in _CONFIGS.items()]
@@ -167,9 +161,7 @@ def _weight_files(folder: ModelFolder, component: str) -> list[str]:
     shards = sorted(set(read_json(place / index).get("weight_map", {}).values()))
     for shard in shards:
         if not (place / shard).is_file():
-            raise UsageError(
-                f"model folder {place} lacks {shard}, which {index} names; download it again, whole"
-            )
+            raise UsageError(f"model folder {place} lacks {shard}, which {index} names; download it again, whole")
     return [f"{component}/{name}" for name in (index, *shards)]
 
 
@@ -190,9 +182,7 @@ def _fetched(model: Model) -> ModelFolder:
 
     try:
         place = Path(
-            snapshot_download(
-                model.path, revision=model.revision, allow_patterns=list(_patterns(model.variant))
-            )
+            snapshot_download(model.path, revision=model.revision, allow_patterns=list(_patterns(model.variant)))
         )
     except RepositoryNotFoundError:
         raise UsageError(

@@ -61,6 +61,4 @@ def _write(known: dict[str, list[int | str]]) -> None:
             json.dump(known, file)
         os.replace(file.name, _file())
     except OSError as error:
-        _log.warning(
-            "hash cache %s cannot be written, so weights are hashed at every start: %s", _file(), error
-        )
+        _log.warning("hash cache %s cannot be written, so weights are hashed at every start: %s", _file(), error)

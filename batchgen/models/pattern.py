@@ -78,8 +78,7 @@ class PatternGenerator:
         pictures = {row: paint(row) for row in batch.rows if failures[row] is None}
         seconds = (time.monotonic() - started) / len(batch.rows)
         return [
-            failures[row] or Image(row, pictures[row], batch.size, "pattern", None, None, seconds)
-            for row in batch.rows
+            failures[row] or Image(row, pictures[row], batch.size, "pattern", None, None, seconds) for row in batch.rows
         ]
 
     def _obey(self, row: Row, should_drop: Callable[[], bool]) -> Failure | None:
@@ -126,7 +125,10 @@ def expected(row: Row) -> Reading:
 
 
 def read_pattern(pixels: Pixels) -> Reading:
-    """What a picture says. Raises ValueError if it is no pattern, is damaged, or has another size than it says."""
+    """What a picture says.
+
+    Raises ValueError if it is no pattern, is damaged, or has another size than it says.
+    """
     num_pixels = _CELLS * _CELL
     if min(pixels.shape[:2]) < num_pixels:
         raise ValueError(f"a picture of shape {pixels.shape} is too small for a pattern of 64x64 pixels")
@@ -186,8 +188,10 @@ def _background(row: Row, dark: Pixels, light: Pixels) -> Pixels:
     """Bands of the two colours whose width the seed gives, `[H, W, 3]`."""
     period = 24 + row.seed % 41
     down, across = np.ogrid[: row.height, : row.width]
-    level = ((down + across) % period / period)[..., None]
-    return (dark + (light.astype(float) - dark) * (0.15 + 0.35 * level)).astype(np.uint8)
+    level = np.linspace(0.15, 0.5, period)[:, None]
+    band = (dark + (light.astype(float) - dark) * level).astype(np.uint8)
+    picture: Pixels = band[(down + across) % period]
+    return picture
 
 
 def _write_words(draw: ImageDraw.ImageDraw, row: Row) -> None:

@@ -95,9 +95,7 @@ class StableDiffusion:
         """The next unit noise `[1, C, h, w]` of a row, from its own CPU generator, as diffusers draws it."""
         channels = self._pipeline.unet.config.in_channels
         shape = (1, channels, row.height // self._scale, row.width // self._scale)
-        noise: Tensor = randn_tensor(
-            shape, generator=generator, device=self.device, dtype=dtype or self.dtype
-        )
+        noise: Tensor = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
         return noise
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
