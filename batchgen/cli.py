@@ -236,7 +236,7 @@ def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
             raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
-    return dict((name, source) for name, _, source in (pair.partition("=") for pair in pairs))
+    return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -40,11 +41,12 @@ class _Sources:
     """The row tables of all committed receipts."""
 
     paths: tuple[Path, ...]
-    positions: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    positions: npt.NDArray[np.uint64]
     """Of all their rows, ascending."""
 
-    def ranks(self, table: pa.Table) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-        return np.searchsorted(self.positions, table["position"].to_numpy()).astype(np.uint32)
+    def ranks(self, table: pa.Table) -> npt.NDArray[np.uint32]:
+        ranks: npt.NDArray[np.uint32] = np.searchsorted(self.positions, table["position"].to_numpy()).astype(np.uint32)
+        return ranks
 
 
 def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:

@@ -32,7 +32,7 @@ class Rejections:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._first: list[BadCell] = []
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
         self._writer = pa.ipc.new_stream(self._file, SCHEMA)
         self.num_cells = 0
 

@@ -114,7 +114,7 @@ def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> st
         [one.shard, f"{one.rows:,}", one.host, str(one.pid), one.job_id or "-", f"{one.heartbeat_age_s:.0f} s ago"]
         for one in balance.holders
     ]
-    return "\n".join([*lines, *([""] + _table(header, claims) if claims else [])])
+    return "\n".join([*lines, *(["", *_table(header, claims)] if claims else [])])
 
 
 def status_facts(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> dict[str, Any]:

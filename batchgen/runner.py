@@ -10,7 +10,7 @@ from pathlib import Path
 from batchgen.balance import Balance, take_balance
 from batchgen.encoders import EncoderPool, num_encoder_threads
 from batchgen.errors import UsageError
-from batchgen.finalize import finalize
+from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger, this_process
@@ -71,7 +71,7 @@ def run_job(
         with progress(balance) as shown:
             _work(run, index, job, ledger, stop, shown, may_wait=may_wait)
         balance = take_balance(index, ledger, job.run.stale_after_s)
-    if not balance.outstanding:
+    if not balance.outstanding and run.files.stat(run.path / SUCCESS) is None:
         finalize(run)
     return Ending(balance, stop.signal_name, may_wait)
 

@@ -47,7 +47,7 @@ class Verified:
     faults: tuple[Fault, ...]
 
 
-def verify(run: RunDirectory, on_progress: Callable[[int], None] = lambda images: None) -> Verified:
+def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda images: None) -> Verified:
     """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
     index = run.index()
     ledger = Ledger(run.root, run.files)
