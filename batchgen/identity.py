@@ -67,13 +67,19 @@ def joined(digests: Digests, value: Digests) -> Digests:
 def text_digests(column: pa.Array) -> Digests:
     """Digest of each string's or binary's bytes; zero for null."""
     array = decoded(column).cast(pa.large_binary())
-    distinct = array.dictionary_encode()
-    if len(distinct.dictionary) * 2 < len(array):
+    if _repeats(array):
+        distinct = array.dictionary_encode()
         hashed = _hashed(distinct.dictionary)
         code = distinct.indices.fill_null(len(distinct.dictionary)).to_numpy(zero_copy_only=False)
         zero = np.zeros(1, np.uint64)
         return Digests(np.append(hashed.high, zero)[code], np.append(hashed.low, zero)[code])
     return _hashed(array)
+
+
+def _repeats(array: pa.Array) -> bool:
+    """Whether its first values are mostly repetitions, so that hashing the distinct ones pays."""
+    sample = array.slice(0, 1000)
+    return len(sample.unique()) * 2 < len(sample)
 
 
 def _hashed(array: pa.Array) -> Digests:

@@ -301,22 +301,24 @@ def _table(
 
 def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
     """Shard after shard with their group, batch and batch_size; parts begin and end with a shard."""
-    shard = 0
     row_start, batch_rows = cut_rows.shard_row_start, cut_rows.batch_rows
+    first = 0
     for part in parts:
-        first_row = int(row_start[shard])
-        while shard < cut_rows.num_shards and row_start[shard + 1] <= first_row + part.num_rows:
-            batches = slice(cut_rows.shard_start[shard], cut_rows.shard_start[shard + 1])
-            rows = batch_rows[batches]
-            table = part.slice(int(row_start[shard]) - first_row, int(rows.sum()))
-            for name, values in (
-                ("group", cut_rows.batch_group[batches]),
-                ("batch", np.arange(len(rows))),
-                ("batch_size", cut_rows.batch_size[batches]),
-            ):
-                table = table.append_column(name, pa.array(np.repeat(values, rows).astype(np.int32)))
-            yield table
-            shard += 1
+        end = int(np.searchsorted(row_start, row_start[first] + part.num_rows, side="right")) - 1
+        batches = slice(int(cut_rows.shard_start[first]), int(cut_rows.shard_start[end]))
+        rows = batch_rows[batches]
+        shard_of_batch = np.repeat(np.arange(first, end), np.diff(cut_rows.shard_start[first : end + 1]))
+        number = np.arange(batches.start, batches.stop) - cut_rows.shard_start[shard_of_batch]
+        for name, values in (
+            ("group", cut_rows.batch_group[batches]),
+            ("batch", number),
+            ("batch_size", cut_rows.batch_size[batches]),
+        ):
+            part = part.append_column(name, pa.array(np.repeat(values, rows).astype(np.int32)))
+        for shard in range(first, end):
+            start = int(row_start[shard] - row_start[first])
+            yield part.slice(start, int(row_start[shard + 1] - row_start[shard]))
+        first = end
 
 
 class PlanReader:
