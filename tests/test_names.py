@@ -79,6 +79,11 @@ def test_an_id_that_spells_the_name_of_another_row_gets_its_own(row: tuple[str, 
     assert (file_stem(*forged) == file_stem(*row)) == (forged == row)
 
 
+@pytest.mark.parametrize("device", sorted(WINDOWS_DEVICES))
+def test_no_name_is_that_of_a_device(device: str) -> None:
+    assert file_stem(device, 0).startswith(f"{device}--")
+
+
 def test_awkward_ids_all_differ() -> None:
     stems = {folded(file_stem(row_id, number)) for row_id in AWKWARD_IDS for number in range(3)}
     assert len(stems) == 3 * len(AWKWARD_IDS)
