@@ -43,8 +43,8 @@ class Checked:
     first_row: int
     is_good: Bools
     bad: list[BadCell]
-    ids: Digests
-    """Of the `id` column, else of all columns."""
+    columns: Mapping[str, pa.Array]
+    """As read."""
     id_texts: pa.Array | None
     prompt: pa.Array
     negative_prompt: pa.Array
@@ -59,6 +59,14 @@ class Checked:
     seed: npt.NDArray[np.uint64]
     has_seed: Bools
     num_images: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """Who each row of a batch is."""
+
+    ids: Digests
+    """Of the `id` column, else of all columns as they stand in the manifest."""
     content: npt.NDArray[np.uint32]
     """Hash of all that makes a row's pixels but id, image number and seed."""
 
@@ -113,11 +121,10 @@ class _Check:
         num_images = self._count("num_images", job.num_images, MAX_IMAGES)
         sampler = self._sampler(job.sampler or facts.sampler)
         seed, has_seed = self._seed()
-        ids, id_texts = self._ids()
-        content = _content(prompt, negative, width, height, steps, guidance, sampler, self.rules.samplers)
+        id_texts = self._ids()
         return Checked(
-            self.first_row, self.is_good, self.bad, ids, id_texts, prompt, negative, width, height,
-            asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images, content,
+            self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
+            asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images,
         )  # fmt: skip
 
     def _refuse(self, column: str, is_bad: Bools, rule: str) -> None:
@@ -213,57 +220,49 @@ class _Check:
         self._refuse("seed", is_bad, "must be a whole number from 0 to 2^64 - 1, or -1 or null for a derived seed")
         return parsed.values, parsed.given & ~is_minus_one & ~is_bad
 
-    def _ids(self) -> tuple[Digests, pa.Array | None]:
+    def _ids(self) -> pa.Array | None:
         if "id" not in self.columns:
-            return row_digests(self._canonical(), self.num), None
+            return None
         column = self.columns["id"]
         if pa.types.is_integer(column.type):
             column = column.cast(pa.large_string())
         values, is_bad = texts(column)
         self._refuse("id", is_bad, f"must be text or a whole number; the column's type is {column.type}")
         self._refuse("id", ~is_given(column), "must not be null: give every row an id, or drop the column")
-        return text_digests(values), values
-
-    def _canonical(self) -> Mapping[str, pa.Array]:
-        """The columns with our own parameters in one spelling, so that 20, 20.0 and "20" are the same row."""
-        canonical = dict(self.columns)
-        for name in ("width", "height", "steps", "num_images", "seed"):
-            if name in canonical:
-                parsed, is_negative = integers(canonical[name])
-                is_null = ~parsed.given | (is_negative & (name == "seed"))
-                canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
-        if "guidance_scale" in canonical:
-            numbers = floats(canonical["guidance_scale"])
-            canonical["guidance_scale"] = pa.array(numbers.values, mask=~numbers.given | numbers.is_bad)
-        return canonical
+        return values
 
 
 def _filled(parsed: Parsed, is_bad: Bools, default: int) -> Ints:
     return np.where(parsed.given & ~is_bad, parsed.values.astype(np.int64), default)
 
 
-def _content(
-    prompt: pa.Array,
-    negative: pa.Array,
-    width: Ints,
-    height: Ints,
-    steps: Ints,
-    guidance: npt.NDArray[np.float64],
-    sampler: npt.NDArray[np.int32],
-    samplers: list[str],
-) -> npt.NDArray[np.uint32]:
-    names = text_digests(pa.array([*samplers, ""]))
-    total = joined(text_digests(prompt), text_digests(negative))
-    total = joined(total, number_digests(is_given(negative).astype(np.uint64)))
-    total = joined(total, names.take(sampler.astype(np.intp)))
-    for numbers in (
-        width.view(np.uint64),
-        height.view(np.uint64),
-        steps.view(np.uint64),
-        guidance.view(np.uint64),
-    ):
-        total = joined(total, number_digests(numbers))
-    return total.low.astype(np.uint32)
+def identify(checked: Checked, samplers: list[str]) -> Identified:
+    """Digests of a batch's rows; `samplers` are the names that `checked.sampler` counts."""
+    prompt = text_digests(checked.prompt)
+    if checked.id_texts is None:
+        ids = row_digests(_canonical(checked.columns), len(checked.prompt), {"prompt": prompt})
+    else:
+        ids = text_digests(checked.id_texts)
+    total = joined(prompt, text_digests(checked.negative_prompt))
+    total = joined(total, number_digests(is_given(checked.negative_prompt).astype(np.uint64)))
+    total = joined(total, text_digests(pa.array([*samplers, ""])).take(checked.sampler.astype(np.intp)))
+    for numbers in (checked.width, checked.height, checked.steps, checked.guidance_scale):
+        total = joined(total, number_digests(numbers.view(np.uint64)))
+    return Identified(ids, total.low.astype(np.uint32))
+
+
+def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
+    """The columns with our own parameters in one spelling, so that 20, 20.0 and "20" are the same row."""
+    canonical = dict(columns)
+    for name in ("width", "height", "steps", "num_images", "seed"):
+        if name in canonical:
+            parsed, is_negative = integers(canonical[name])
+            is_null = ~parsed.given | (is_negative & (name == "seed"))
+            canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
+    if "guidance_scale" in canonical:
+        numbers = floats(canonical["guidance_scale"])
+        canonical["guidance_scale"] = pa.array(numbers.values, mask=~numbers.given | numbers.is_bad)
+    return canonical
 
 
 def _shown(value: Any) -> str:

@@ -26,8 +26,11 @@ class Seconds:
 class Cost(Protocol):
     """Predicts buckets. Only a measured one is trusted with time predictions and with padding."""
 
-    source: str
-    is_measured: bool
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def is_measured(self) -> bool: ...
 
     def seconds(self, group: Group, size: int) -> Seconds: ...
 

@@ -151,6 +151,16 @@ class FileSystem:
                     raise
             self.sync_folder(target.parent)
 
+    def replace(self, source: Path, target: Path) -> None:
+        """Put a finished file in the place of another, or of none. Decides nothing: whoever does it has the same
+        content."""
+        with resumable(target):
+            if source.is_file():
+                with source.open("rb+") as file:
+                    self.sync_file(file)
+            os.replace(source, target)
+            self.sync_folder(target.parent)
+
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""
         with resumable(path):

@@ -13,12 +13,20 @@ class Dropped(Exception):
     """`should_drop` said so before the batch was finished; nothing of the batch was made."""
 
 
+class OutOfMemory(Exception):
+    """The device cannot hold the batch; the worker halves it."""
+
+
+class DeviceLost(Exception):
+    """The device's context is gone: this process can make nothing any more, another one can."""
+
+
 class Generator(Protocol):
     """A loaded model.
 
     `generate` returns one outcome per row of the batch, in the batch's order. It raises Dropped when
-    `should_drop()` turns true between two model evaluations, and whatever the model raises when the batch as a
-    whole cannot be made: the worker then tries each row alone.
+    `should_drop()` turns true between two model evaluations, OutOfMemory, DeviceLost, and whatever the model raises
+    when the batch as a whole cannot be made: the worker then tries each row alone.
     """
 
     versions: Mapping[str, str]

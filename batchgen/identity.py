@@ -122,14 +122,17 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def row_digests(columns: Mapping[str, pa.Array], num_rows: int) -> Digests:
-    """Digest of all columns of each row, by name; null counts as not there, order of columns does not count."""
+def row_digests(columns: Mapping[str, pa.Array], num_rows: int, known: Mapping[str, Digests]) -> Digests:
+    """Digest of all columns of each row, by name; null counts as not there, order of columns does not count.
+
+    `known` are digests of columns that are at hand already.
+    """
     total = Digests(np.zeros(num_rows, np.uint64), np.zeros(num_rows, np.uint64))
     for name in sorted(columns):
         column = columns[name]
         key = text_digests(pa.array([name]))
         with_key = joined(total, Digests(np.repeat(key.high, num_rows), np.repeat(key.low, num_rows)))
-        longer = joined(with_key, column_digests(column))
+        longer = joined(with_key, known[name] if name in known else column_digests(column))
         given = is_given(column)
         total = Digests(np.where(given, longer.high, total.high), np.where(given, longer.low, total.low))
     return total

@@ -167,6 +167,5 @@ def _keys_beside(place: list[str]) -> list[str]:
     if len(place) == 1:
         return list(Job.model_fields)
     table = Job.model_fields[place[0]].annotation
-    assert table is not None
-    assert issubclass(table, _Table)
+    assert isinstance(table, type) and issubclass(table, _Table)  # noqa: PT018
     return list(table.model_fields)

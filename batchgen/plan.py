@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.checks import Checked
+from batchgen.columns import is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Batch, Group, Row
+from batchgen.rejections import Rejections
 from batchgen.spill import Reorder, part_bounds
 from batchgen.survey import Survey
 
 SHARDS_PER_FILE = 1_000
-CARRIED = "carried:"
-"""Prefix of the manifest's own columns in plan files and row tables."""
-
+REJECTED = "rejected.parquet"
+WRITERS = 2
+"""Plan files written at a time."""
 COLUMNS = pa.schema(
     [
         ("position", pa.uint64()),
@@ -119,6 +125,8 @@ class PlanIndex:
     """The content of an index slot."""
 
     number: int
+    folder: str
+    """Under `.run/plan/`: holds the files, and `rejected.parquet` if rows were rejected."""
     files: tuple[PlanFile, ...]
     first_shard: int
     shard_rows: tuple[int, ...]
@@ -159,15 +167,24 @@ class PlanIndex:
 
 
 def freeze(
-    drafted: Draft, root: Path, files: FileSystem, model: str, job: Mapping[str, Any], fingerprint: Mapping[str, str]
+    drafted: Draft,
+    root: Path,
+    files: FileSystem,
+    model: str,
+    job: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    rejections: Rejections,
 ) -> PlanIndex:
     """Write the plan's files under `root` (`.run/plan`), put its index, and return the plan that exists then: ours,
     or that of whoever was first."""
     token = secrets.token_hex(8)
     folder = root / f"0-{token}"
     files.make_folder(folder)
+    if rejections.num_cells:
+        rejections.write(folder / REJECTED, files)
     index = PlanIndex(
         number=0,
+        folder=folder.name,
         files=tuple(_write_files(drafted, folder, files)),
         first_shard=0,
         shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
@@ -206,37 +223,28 @@ def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[Pl
         for table, ranks in _plan_rows(drafted, schema):
             spilled.add(table, ranks)
         shards = _shards(spilled.parts(), drafted.cut)
-        for first in range(0, drafted.cut.num_shards, SHARDS_PER_FILE):
-            path = folder / f"{first // SHARDS_PER_FILE:04d}.parquet"
-            count = min(SHARDS_PER_FILE, drafted.cut.num_shards - first)
-            _write_file(path, shards, count)
-            yield _sealed(path, folder, first, count, files)
+        with ThreadPoolExecutor(WRITERS) as pool:
+            pending: deque[Future[PlanFile]] = deque()
+            for first in range(0, drafted.cut.num_shards, SHARDS_PER_FILE):
+                tables = list(islice(shards, SHARDS_PER_FILE))
+                path = folder / f"{first // SHARDS_PER_FILE:04d}.parquet"
+                pending.append(pool.submit(_write_file, path, tables, first, files))
+                if len(pending) == WRITERS:
+                    yield pending.popleft().result()
+            yield from (one.result() for one in pending)
+        files.sync_folder(folder)
 
 
-def _write_file(path: Path, shards: Iterator[pa.Table], count: int) -> None:
-    writer = None
-    for _ in range(count):
-        shard = next(shards)
-        if writer is None:
-            writer = pq.ParquetWriter(
-                path,
-                shard.schema,
-                compression="zstd",
-                compression_level=1,
-                use_dictionary=["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"],
-                write_statistics=False,
-            )
-        writer.write_table(shard, row_group_size=shard.num_rows)
-    assert writer is not None
-    writer.close()
-
-
-def _sealed(path: Path, folder: Path, first: int, count: int, files: FileSystem) -> PlanFile:
-    with path.open("rb+") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
+    repeated = ["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"]
+    with resumable(path), path.open("xb+") as file:
+        with pq.ParquetWriter(file, shards[0].schema, use_dictionary=repeated, write_statistics=False) as writer:
+            for shard in shards:
+                writer.write_table(shard, row_group_size=shard.num_rows)
         files.sync_file(file)
-    files.sync_folder(folder)
-    return PlanFile(f"{folder.name}/{path.name}", path.stat().st_size, digest, first, count)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, first, len(shards))
 
 
 def _plan_rows(drafted: Draft, schema: pa.Schema) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
@@ -294,12 +302,12 @@ def _table(
 def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
     """Shard after shard with their group, batch and batch_size; parts begin and end with a shard."""
     shard = 0
-    row_start = cut_rows.shard_row_start
+    row_start, batch_rows = cut_rows.shard_row_start, cut_rows.batch_rows
     for part in parts:
         first_row = int(row_start[shard])
         while shard < cut_rows.num_shards and row_start[shard + 1] <= first_row + part.num_rows:
             batches = slice(cut_rows.shard_start[shard], cut_rows.shard_start[shard + 1])
-            rows = cut_rows.batch_rows[batches]
+            rows = batch_rows[batches]
             table = part.slice(int(row_start[shard]) - first_row, int(rows.sum()))
             for name, values in (
                 ("group", cut_rows.batch_group[batches]),
@@ -324,16 +332,23 @@ class PlanReader:
         path = self._root / file.name
         try:
             with resumable(path), pq.ParquetFile(path) as opened:
-                return opened.read_row_group(number - file.first_shard)
+                table = opened.read_row_group(number - file.first_shard)
         except (FileNotFoundError, pa.ArrowInvalid) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
+        return table.cast(pa.schema([_short(field) for field in table.schema]))
+
+
+def _short(field: pa.Field) -> pa.Field:
+    """A row group's texts fit plain strings; only whole manifests need large ones."""
+    is_own = not field.name.startswith(CARRIED)
+    return pa.field(field.name, pa.string()) if is_own and is_text(field.type) else field
 
 
 def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
     """The batches of a shard's table, without the rows of `skip` (by index); batches left empty are not there."""
     number = shard["batch"].to_numpy()
     edges = np.append(np.flatnonzero(np.append(True, number[1:] != number[:-1])), len(number)).tolist()
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in pairwise(edges):
         lines = shard.slice(start, end - start).to_pylist()
         rows = tuple(_row(start + place, one) for place, one in enumerate(lines) if start + place not in skip)
         if rows:

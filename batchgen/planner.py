@@ -33,13 +33,13 @@ class Grouper:
     """Numbers the groups that rows fall into, in the order met."""
 
     facts: Facts
-    samplers: Sequence[str]
+    samplers: list[str]
     """Names by number; may grow while rows are read."""
     groups: list[Group]
     _numbers: dict[Group, int]
 
     @classmethod
-    def of(cls, facts: Facts, samplers: Sequence[str]) -> Grouper:
+    def of(cls, facts: Facts, samplers: list[str]) -> Grouper:
         return cls(facts, samplers, [], {})
 
     def assign(

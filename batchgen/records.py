@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -92,3 +94,47 @@ class Failure:
 
 
 Outcome = Image | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An image that lies in a part. The writer fills all fields; row table, receipt and verify read them."""
+
+    index: int
+    """`Row.index`."""
+    file_name: str
+    """Path under the run directory once the part is published, with the member for tar and Parquet parts."""
+    bytes: int
+    sha256: str
+    """Of the image file, hexadecimal."""
+    pixel_sha256: str
+    """Of the generated RGB bytes, row by row, before any lossy encoding."""
+    format: str
+    """"png", "jpeg" or "webp"."""
+    is_flat: bool
+    """No channel spans more than 2 of 255."""
+    batch_size: int
+    mode: str
+    tokens: int | None
+    tokens_dropped: int | None
+    retries: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A finished, durable part in the work folder, ready for its receipt."""
+
+    stem: str
+    """Shard and epoch: "00017-0"."""
+    path: Path | None
+    """None where no image was made: there is nothing to publish."""
+    kind: Literal["file", "folder"]
+    files: int
+    bytes: int
+    sha256: str
+    """Of the file; of a folder, the digest of what `sha256sum` prints for its files, sorted by name."""
+    images: tuple[Written, ...]
+    """In the order in which they were added."""
+    failures: tuple[Failure, ...]
+    """Rows whose picture could not be encoded."""

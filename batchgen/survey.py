@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import BadCell, Checked, Rules
+from batchgen.checks import BadCell, Checked, Identified, Rules, identify
 from batchgen.columns import Bools, decoded
 from batchgen.errors import UsageError
 from batchgen.identity import (
@@ -114,6 +114,7 @@ class _Gathered:
 
     def add(self, checked: Checked, grouper: Grouper) -> None:
         good = np.flatnonzero(checked.is_good)
+        who = identify(checked, grouper.samplers)
         group, evaluations = grouper.assign(
             checked.width[good],
             checked.height[good],
@@ -122,9 +123,9 @@ class _Gathered:
             checked.steps[good],
         )
         columns: dict[str, npt.NDArray[Any]] = {
-            "high": checked.ids.high[good],
-            "low": checked.ids.low[good],
-            "content": checked.content[good],
+            "high": who.ids.high[good],
+            "low": who.ids.low[good],
+            "content": who.content[good],
             "noise": checked.seed[good].astype(np.uint32),
             "has_seed": checked.has_seed[good],
             "num_images": checked.num_images[good].astype(np.uint32),
@@ -133,7 +134,8 @@ class _Gathered:
         }
         for name, values in columns.items():
             self._parts.setdefault(name, []).append(values)
-        self.digest += _digest_sum(checked, good)
+        with np.errstate(over="ignore"):
+            self.digest += _digest_sum(checked, who, good)
 
     def take(self, name: str, keep: Bools | None = None) -> npt.NDArray[Any]:
         values = np.concatenate(self._parts.pop(name))
@@ -282,9 +284,9 @@ def _images(num_images: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.intp], U
     return row, np.arange(len(row), dtype=np.uint64) - starts[row]
 
 
-def _digest_sum(checked: Checked, good: npt.NDArray[np.intp]) -> U64:
+def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
     """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
-    total = joined(checked.ids.take(good), number_digests(checked.content[good].astype(np.uint64)))
+    total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
     for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
         total = joined(total, number_digests(numbers[good].astype(np.uint64)))
     with np.errstate(over="ignore"):

@@ -8,12 +8,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from batchgen.errors import UsageError
 
 OWN_UPDATE = ""
 """The form of a sampler that is no affine map per evaluation: it runs its own update, one (sampler, steps) at
 a time."""
+
+Config = Mapping[str, Any]
+"""A component's JSON file in a diffusers folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,14 @@ class Facts:
     """Defaults of the family, taken where neither manifest nor job file says anything."""
     text_length: int
     samplers: Mapping[str, SamplerFacts]
-    """By name; any of `schedulers` may also be named, as a diffusers class."""
+    """By short name, and by diffusers class."""
     guided_above: float | None = 1.0
     """A row is guided if its guidance scale exceeds this; None where guidance is no matter."""
     needs_torch: bool = True
+    max_steps: int | None = None
+    """Steps that the training schedule has; more cannot be asked for."""
+    note: str = ""
+    """What a person should be told before using the model."""
 
     def is_guided(self, guidance_scale: float) -> bool:
         """The family's own rule for running the network twice per step."""
@@ -62,3 +72,162 @@ class Facts:
         near = difflib.get_close_matches(name, self.samplers, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.samplers)}"
         raise UsageError(f"there is no sampler {name!r}; {hint}")
+
+
+SAMPLERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "ddim": ("DDIMScheduler", {"clip_sample": False}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
+    "heun": ("HeunDiscreteScheduler", {}),
+    "deis": ("DEISMultistepScheduler", {}),
+    "dpmpp_2m": (
+        "DPMSolverMultistepScheduler",
+        {"algorithm_type": "dpmsolver++", "solver_order": 2, "use_karras_sigmas": False},
+    ),
+    "dpmpp_2m_karras": (
+        "DPMSolverMultistepScheduler",
+        {"algorithm_type": "dpmsolver++", "solver_order": 2, "use_karras_sigmas": True},
+    ),
+}
+"""Short names: the diffusers class and what is laid over the folder's configuration. The options are those
+that a latent diffusion model needs where its folder leaves them to the class: no clipping of latents, and
+PNDM without its Runge-Kutta start."""
+
+SCHEDULERS: tuple[str, ...] = (
+    "DDIMParallelScheduler",
+    "DDIMScheduler",
+    "DDPMParallelScheduler",
+    "DDPMScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "LCMScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "SASolverScheduler",
+    "TCDScheduler",
+    "UniPCMultistepScheduler",
+)
+"""Every diffusers scheduler that runs in a Stable Diffusion pipeline from text alone with each row's own
+noise. Left out: inversion, other model families' own, and DPMSolverSDE, whose noise is one for a batch."""
+
+_AFFINE: Mapping[str, tuple[str, Config]] = {
+    "DDIMScheduler": ("x,e", {"clip_sample": True, "thresholding": False}),
+    "PNDMScheduler": ("x,x1,e,e1,e2,e3", {"skip_prk_steps": False}),
+    "EulerDiscreteScheduler": ("x,e", {}),
+    "EulerAncestralDiscreteScheduler": ("x,e,z", {}),
+    "HeunDiscreteScheduler": ("x,x1,e,e1", {"clip_sample": False}),
+    "DEISMultistepScheduler": ("x,x1,e,e1", {"solver_order": 2, "thresholding": False}),
+    "DPMSolverMultistepScheduler": (
+        "x,x1,e,e1",
+        {"solver_order": 2, "thresholding": False, "algorithm_type": "dpmsolver++"},
+    ),
+}
+"""Classes that can be affine: the form, and the class's defaults of the keys that decide whether they are."""
+
+_TWICE_PER_STEP = {"HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"}
+
+
+def samplers_of(scheduler: Config) -> dict[str, SamplerFacts]:
+    """The samplers of a folder whose `scheduler_config.json` is given."""
+    short = {name: _sampler(scheduler, cls, options) for name, (cls, options) in SAMPLERS.items()}
+    return short | {cls: _sampler(scheduler, cls, {}) for cls in SCHEDULERS}
+
+
+def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> SamplerFacts:
+    form, defaults = _AFFINE.get(cls, (OWN_UPDATE, {}))
+    config = _config(scheduler, cls, options, defaults)
+    is_affine = not (
+        config.get("clip_sample")
+        or config.get("thresholding")
+        or config.get("skip_prk_steps") is False
+        or config.get("solver_order", 2) > 2
+        or str(config.get("algorithm_type")).startswith("sde")
+    )
+    evaluations = _evaluations(cls, config, scheduler)
+    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations)
+
+
+def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> Config:
+    """`from_config` in small: a key that the folder leaves out takes the target class's default.
+
+    StableDiffusionPipeline turns clip_sample off in the folder's own scheduler; keys that the folder names
+    carry that over to other classes, defaults do not.
+    """
+    named = {key: scheduler[key] for key in defaults if key in scheduler}
+    is_own = cls == scheduler.get("_class_name") and not options
+    if "clip_sample" in named or (is_own and "clip_sample" in defaults):
+        named["clip_sample"] = False
+    return {**defaults, **named, **{key: value for key, value in options.items() if key in defaults}}
+
+
+def _evaluations(cls: str, config: Config, scheduler: Config) -> Callable[[int], int]:
+    train_steps = scheduler.get("num_train_timesteps", 1000)
+
+    def timesteps(steps: int) -> int:
+        """As diffusers counts them: its floating-point range is one too long for a few step counts."""
+        if scheduler.get("timestep_spacing") != "trailing" or cls in ("LCMScheduler", "TCDScheduler"):
+            return steps
+        return len(np.arange(train_steps, 0, -train_steps / steps))
+
+    if cls in _TWICE_PER_STEP:
+        return lambda steps: 2 * timesteps(steps) - 1
+    if cls == "PNDMScheduler" and config["skip_prk_steps"]:
+        return lambda steps: timesteps(steps) + 1 if steps > 1 else 1
+    if cls == "PNDMScheduler":
+        return lambda steps: 4 * min(timesteps(steps), 4) - 4 + max(timesteps(steps) - 3, 0)
+    return timesteps
+
+
+def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
+    """Facts of a Stable Diffusion folder from its configuration files.
+
+    Raises UsageError if the folder's own scheduler is none that this family can run.
+    """
+    samplers = samplers_of(scheduler)
+    own = scheduler.get("_class_name")
+    if own not in samplers:
+        raise UsageError(
+            f"the model folder's scheduler is {own!r}, which does not run in a Stable Diffusion "
+            f"pipeline here; known: {', '.join(SCHEDULERS)}; change scheduler/scheduler_config.json"
+        )
+    scale = 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
+    sample = unet.get("sample_size") or 64
+    height, width = (sample, sample) if isinstance(sample, int) else sample
+    return Facts(
+        family="stable-diffusion",
+        size_multiple=max(8, scale),
+        min_size=64,
+        width=width * scale,
+        height=height * scale,
+        steps=50,
+        guidance_scale=7.5,
+        sampler=str(own),
+        text_length=text_length,
+        samplers=samplers,
+        guided_above=None if unet.get("time_cond_proj_dim") is not None else 1.0,
+        max_steps=scheduler.get("num_train_timesteps", 1000),
+    )
+
+
+PATTERN = Facts(
+    family="pattern",
+    size_multiple=8,
+    min_size=64,
+    width=64,
+    height=64,
+    steps=20,
+    guidance_scale=7.5,
+    sampler="ddim",
+    text_length=0,
+    samplers=samplers_of({"_class_name": "DDIMScheduler", "clip_sample": False, "skip_prk_steps": True}),
+    needs_torch=False,
+    max_steps=1000,
+)
+"""The model without a network: planned like Stable Diffusion with its usual configuration."""

@@ -1,0 +1,5 @@
+"""`python -m batchgen`."""
+
+from batchgen.cli import main
+
+main()

@@ -1,0 +1,305 @@
+"""The command line: the only place that prints and exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from batchgen.errors import BatchgenError, Interrupted
+from batchgen.version import VERSION
+
+if TYPE_CHECKING:
+    from batchgen.balance import Balance
+    from batchgen.job import Job
+    from batchgen.progress import Display
+    from batchgen.rundir import Planned
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_JOB_OPTIONS = [
+    click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
+    click.option("--model", help='"demo", "pattern", a diffusers folder or a hub id.'),
+    click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"])),
+    click.option("--on-bad-row", type=click.Choice(["stop", "skip"]), help="Refuse the manifest, or leave rows out."),
+    click.option("--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded."),
+    click.option("--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut."),
+    click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
+]
+_SHORT_FORMS = {
+    "model": "model.path",
+    "output_format": "output.format",
+    "on_bad_row": "plan.on_bad_row",
+    "size_policy": "plan.size_policy",
+    "on_truncate": "plan.on_truncate",
+    "grace": "run.grace_s",
+}
+
+
+def _with_job_options(command: Command) -> Command:
+    for option in reversed(_JOB_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(VERSION, prog_name="batchgen")
+def cli() -> None:
+    """Offline batch jobs for text-to-image models: a Parquet manifest in, a verified image dataset out."""
+
+
+@cli.command()
+@click.argument("manifest", nargs=-1, required=True)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory [default: <manifest's name>-out].")
+@_with_job_options
+@click.option(
+    "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
+)
+@click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
+def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
+    """Make every row of MANIFEST that is not made yet; the same command resumes.
+
+    \b
+    Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
+    """
+    from batchgen.runner import default_directory, run_job
+    from batchgen.stopping import Stop, StopNow, listening
+
+    job = _job(options)
+    directory = out or default_directory(manifest)
+    with listening(Stop()) as stop:
+        try:
+            ending = run_job(
+                manifest,
+                directory,
+                job,
+                may_wait=not no_wait,
+                stop=stop,
+                on_planned=lambda planned: _say_planned(planned, job),
+                on_reading=_reading_bar(),
+                on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
+                progress=_display,
+            )
+        except StopNow:
+            _end_now(directory, stop.signal_name)
+        except Interrupted as error:
+            _say(f"batchgen: {error}")
+            _say_balance(directory)
+            sys.exit(Interrupted.exit_code)
+    for holder in ending.balance.holders:
+        _say(
+            f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
+            f"{holder.heartbeat_age_s:.0f} s ago"
+        )
+    if ending.stopped_by and ending.balance.outstanding:
+        _say(f"stopped by {ending.stopped_by}; the same command goes on")
+    click.echo(ending.balance.line())
+    sys.exit(ending.exit_code)
+
+
+@cli.command()
+@click.argument("manifest", nargs=-1, required=True)
+@_with_job_options
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Check MANIFEST and print its groups, batches, padding, images, bytes and files; nothing is written.
+
+    \b
+    Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
+    """
+    from batchgen.report import plan_facts, plan_text
+    from batchgen.rundir import plan_manifest
+
+    job = _job(options)
+    planned = plan_manifest(manifest, job, _reading_bar())
+    num_rejected = planned.draft.survey.num_rejected
+    if as_json:
+        click.echo(json.dumps(plan_facts(planned.draft, num_rejected), indent=2))
+        return
+    _say_notes(planned)
+    click.echo(plan_text(planned.draft, job, num_rejected))
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def status(directory: Path, as_json: bool) -> None:
+    """Print where the run in DIRECTORY stands, from its receipts alone.
+
+    \b
+    Example: batchgen status prompts-out
+    """
+    from batchgen.balance import take_balance
+    from batchgen.finalize import SUCCESS
+    from batchgen.ledger import Ledger
+    from batchgen.report import status_facts, status_text
+    from batchgen.rundir import RunDirectory
+
+    run = RunDirectory(directory)
+    index = run.index()
+    balance = take_balance(index, Ledger(run.root, run.files))
+    is_finalized = run.files.stat(run.path / SUCCESS) is not None
+    if as_json:
+        click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
+    else:
+        click.echo(status_text(index, balance, is_finalized=is_finalized))
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+def verify(directory: Path) -> NoReturn:
+    """Hash and decode every image in DIRECTORY again and name each that is missing, damaged or foreign.
+
+    \b
+    Example: batchgen verify prompts-out
+    """
+    from tqdm import tqdm
+
+    from batchgen.rundir import RunDirectory
+    from batchgen.verify import verify as verify_run
+
+    with tqdm(unit="img", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        found = verify_run(RunDirectory(directory), bar.update)
+    for fault in found.faults:
+        row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
+        click.echo(f"{fault.place}{row}: {fault.what}")
+    click.echo(f"{found.num_images} images read, {len(found.faults)} faults")
+    sys.exit(3 if found.faults else 0)
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
+def finalize(directory: Path, partial: bool) -> None:
+    """Write DIRECTORY's tables, dataset card and _SUCCESS (a run does this itself at its end).
+
+    \b
+    Example: batchgen finalize prompts-out --partial
+    """
+    from batchgen.finalize import finalize as finalize_run
+    from batchgen.rundir import RunDirectory
+
+    click.echo(finalize_run(RunDirectory(directory), is_partial=partial).line())
+
+
+@cli.command(name="import")
+@click.argument("source")
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The manifest.")
+@click.option("--column", "columns", multiple=True, metavar="NAME=SOURCE", help="Our column from SOURCE's column.")
+@click.option("--split", help="Of a data set.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
+def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
+    """Make a Parquet manifest of SOURCE: a csv, tsv, jsonl or txt file, or a `datasets` name or folder.
+
+    \b
+    Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption
+    """
+    from batchgen.importer import import_rows
+
+    imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
+    for note in imported.notes:
+        _say(note)
+    click.echo(f"{imported.rows} rows in {out}, columns {', '.join(imported.columns)}")
+
+
+def main() -> NoReturn:
+    """The program: exit codes as the README lists them, no traceback for a user's mistake."""
+    try:
+        cli.main(prog_name="batchgen", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BatchgenError as error:
+        _say(f"batchgen: {error}")
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def _job(options: dict[str, Any]) -> Job:
+    from batchgen.job import load_job
+
+    short = [
+        f"{_SHORT_FORMS[name]}={json.dumps(options[name])}" for name in _SHORT_FORMS if options.get(name) is not None
+    ]
+    return load_job(options["job_file"], [*short, *options["overrides"]])
+
+
+def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
+    return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _say_notes(planned: Planned) -> None:
+    for note in planned.notes:
+        _say(f"note: {note}")
+    num_rejected = planned.draft.survey.num_rejected
+    if num_rejected:
+        _say(planned.rejections.message(num_rejected))
+
+
+def _say_planned(planned: Planned, job: Job) -> None:
+    from batchgen.report import plan_text
+
+    _say_notes(planned)
+    _say(plan_text(planned.draft, job, planned.draft.survey.num_rejected))
+
+
+def _reading_bar() -> Callable[[int, int], None]:
+    """A bar for the reading of large manifests."""
+    from tqdm import tqdm
+
+    bars: list[tqdm[NoReturn]] = []
+
+    def read(rows: int, total: int) -> None:
+        if not bars:
+            is_hidden = not sys.stderr.isatty()
+            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
+        bars[0].update(rows)
+        if bars[0].n >= total:
+            bars[0].close()
+
+    return read
+
+
+@contextmanager
+def _display(balance: Balance) -> Iterator[Display]:
+    from batchgen.progress import Display
+
+    total = balance.done + balance.failed + balance.outstanding
+    with Display(total, balance.done, balance.failed) as display:
+        yield display
+
+
+def _say_balance(directory: Path) -> None:
+    """The closing line where the run itself could not reach it; what cannot be read any more is said."""
+    from batchgen.balance import take_balance
+    from batchgen.ledger import Ledger
+    from batchgen.rundir import RunDirectory
+
+    run = RunDirectory(directory)
+    try:
+        click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
+    except (BatchgenError, OSError) as error:
+        _say(f"the run directory cannot be read now ({error}); the balance is not known")
+
+
+def _end_now(directory: Path, signal_name: str) -> NoReturn:
+    """End without waiting for any thread: what is not committed is dropped."""
+    _say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
+    _say_balance(directory)
+    sys.stdout.flush()
+    os._exit(Interrupted.exit_code)

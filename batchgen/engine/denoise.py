@@ -1,0 +1,153 @@
+"""The denoising loop: from a batch's noise to its final latents, every row at its own pace.
+
+All that a step reads or writes is a tensor on the device, and no step waits for a value of one: the loop
+runs as many equal steps as the batch's longest row has model evaluations, and a row that has finished stands
+still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.samplers import Scheduler, Table, step_arguments, update
+from batchgen.generator import Dropped
+from batchgen.models.sd import Conditioning, StableDiffusion
+from batchgen.records import Row
+
+_EARLIER = ("e1", "e2", "e3")
+
+
+@dataclass(slots=True)
+class Lanes:
+    """A batch on the device, a lane a row; n is the most evaluations of any row, T the terms of the form."""
+
+    form: tuple[str, ...]
+    latents: Tensor
+    """`[B, C, h, w]`, in the network's dtype; likewise the next three."""
+    previous: Tensor
+    """`[B, C, h, w]`: the latents one evaluation ago."""
+    earlier: Tensor
+    """`[B, K, C, h, w]`: remembered predictions, the newest first, as many as the form names."""
+    noise: Tensor
+    """`[B, n, C, h, w]`: step noise, drawn beforehand; n is 1 where the form has none."""
+    position: Tensor
+    """`[B]` int64: the evaluation a row is at."""
+    evaluations: Tensor
+    """`[B]` int64: how many a row has."""
+    timesteps: Tensor
+    """`[B, n]` float32."""
+    input_scale: Tensor
+    """`[B, n]` float32."""
+    coefficients: Tensor
+    """`[B, n, T]` float32."""
+    keeps: Tensor
+    """`[B, n]` bool."""
+
+
+def denoise(
+    model: StableDiffusion,
+    rows: Sequence[Row],
+    tables: Sequence[Table],
+    conditioning: Conditioning,
+    should_drop: Callable[[], bool],
+) -> Tensor:
+    """Final latents `[B, C, h, w]` of rows whose samplers share one form. Raises Dropped."""
+    lanes = load_lanes(model, rows, tables)
+    for _ in range(max(table.num_evaluations for table in tables)):
+        if should_drop():
+            raise Dropped
+        step(model, lanes, conditioning)
+    return lanes.latents
+
+
+def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Table]) -> Lanes:
+    """Draw the rows' noise and lay their tables side by side; nothing is remembered from another batch."""
+    form = tables[0].form
+    assert all(table.form == form for table in tables)
+    n = max(table.num_evaluations for table in tables)
+    drawn = [_draw(model, row, table) for row, table in zip(rows, tables, strict=True)]
+    latents = torch.cat([first * table.init_scale for (first, _), table in zip(drawn, tables, strict=True)])
+    num_earlier = sum(name in form for name in _EARLIER)
+    device = model.device
+
+    def beside(columns: Sequence[Tensor]) -> Tensor:
+        return torch.stack([_lengthen(column, n) for column in columns]).to(device)
+
+    return Lanes(
+        form=form,
+        latents=latents,
+        previous=torch.zeros_like(latents),
+        earlier=latents.new_zeros((len(rows), num_earlier, *latents.shape[1:])),
+        noise=torch.stack([_lengthen(later, n if "z" in form else 1) for _, later in drawn]),
+        position=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        evaluations=torch.tensor([table.num_evaluations for table in tables], device=device),
+        timesteps=beside([table.timesteps for table in tables]),
+        input_scale=beside([table.input_scale for table in tables]),
+        coefficients=beside([table.coefficients for table in tables]),
+        keeps=beside([table.keeps for table in tables]),
+    )
+
+
+def _draw(model: StableDiffusion, row: Row, table: Table) -> tuple[Tensor, Tensor]:
+    """A row's first noise `[1, C, h, w]` and step noise `[n, C, h, w]`, drawn in diffusers' order."""
+    generator = torch.Generator("cpu").manual_seed(row.seed)
+    first = model.noise(row, generator)
+    later = first.new_zeros((table.num_evaluations if "z" in table.form else 1, *first.shape[1:]))
+    for i in table.draws.nonzero().flatten().tolist():
+        later[i] = model.noise(row, generator, table.noise_dtype)[0]
+    return first, later
+
+
+def _lengthen(column: Tensor, n: int) -> Tensor:
+    """Repeat the last entry up to n, so that a finished row computes on numbers that are harmless."""
+    return torch.cat([column, column[-1:].expand(n - len(column), *column.shape[1:])])
+
+
+def step(model: StableDiffusion, lanes: Lanes, conditioning: Conditioning) -> None:
+    """One model evaluation of every lane, in place: the network, guidance, and the sampler's update."""
+    lane = torch.arange(len(lanes.position), device=lanes.position.device)
+    at = torch.minimum(lanes.position, lanes.evaluations - 1)
+    is_running = (lanes.position < lanes.evaluations)[:, None, None, None]
+    scaled = (lanes.latents * lanes.input_scale[lane, at, None, None, None]).to(lanes.latents.dtype)
+    prediction = model.predict(scaled, lanes.timesteps[lane, at], conditioning)
+    moved = update(lanes.coefficients[lane, at], _terms(lanes, prediction, lane, at)).to(lanes.latents.dtype)
+    if lanes.earlier.shape[1]:
+        pushed = torch.cat([prediction[:, None], lanes.earlier[:, :-1]], dim=1)
+        keeps = lanes.keeps[lane, at, None, None, None, None]
+        lanes.earlier.copy_(torch.where(keeps, pushed, lanes.earlier))
+    lanes.previous.copy_(lanes.latents)
+    lanes.latents.copy_(torch.where(is_running, moved, lanes.latents))
+    lanes.position.add_(1)
+
+
+def _terms(lanes: Lanes, prediction: Tensor, lane: Tensor, at: Tensor) -> list[Tensor]:
+    values = {"x": lanes.latents, "x1": lanes.previous, "e": prediction}
+    values |= {name: lanes.earlier[:, k] for k, name in enumerate(_EARLIER[: lanes.earlier.shape[1]])}
+    if "z" in lanes.form:
+        values["z"] = lanes.noise[lane, at]
+    return [values[name] for name in lanes.form]
+
+
+def denoise_own(
+    model: StableDiffusion,
+    rows: Sequence[Row],
+    scheduler: Scheduler,
+    conditioning: Conditioning,
+    should_drop: Callable[[], bool],
+) -> Tensor:
+    """`denoise` for a scheduler that is no table: it steps the batch itself, a generator for each row."""
+    generators = [torch.Generator("cpu").manual_seed(row.seed) for row in rows]
+    noise = [model.noise(row, generator) for row, generator in zip(rows, generators, strict=True)]
+    latents: Tensor = torch.cat(noise) * scheduler.init_noise_sigma
+    arguments = step_arguments(scheduler, generators)
+    for timestep in scheduler.timesteps:
+        if should_drop():
+            raise Dropped
+        scaled = scheduler.scale_model_input(latents, timestep)
+        prediction = model.predict(scaled, timestep.expand(len(rows)), conditioning)
+        latents = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
+    return latents

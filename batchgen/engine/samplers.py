@@ -1,0 +1,236 @@
+"""Samplers as affine maps, one per model evaluation, with coefficients read off diffusers' own schedulers.
+
+Evaluation i of a sampler maps the latents x_i, the prediction e_i, what it remembers of earlier evaluations
+and the row's noise z_i linearly onto x_{i+1}. Feeding unit vectors instead of latents and predictions makes a
+scheduler spell out its own coefficients, so a table is right by construction; it is checked once more against
+the scheduler on random inputs before it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from batchgen.errors import BatchgenError, UsageError
+from batchgen.models.facts import Facts
+
+Scheduler = Any
+"""A diffusers scheduler; the library is untyped."""
+
+_ZERO = 1e-9
+"""A coefficient smaller than this part of the largest is rounding of the float64 probe."""
+_TOLERANCE = 1e-5
+_RESERVED = 16
+"""Coordinates of a probe that no unit vector occupies: there the output is noise alone."""
+
+
+class NotAffineError(BatchgenError):
+    """A scheduler is no affine map of the terms that its form names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One sampler at one step count: n model evaluations, a form of T terms."""
+
+    form: tuple[str, ...]
+    timesteps: Tensor
+    """`[n]` float32: what the network is told."""
+    input_scale: Tensor
+    """`[n]` float32: the network sees the latents times this."""
+    coefficients: Tensor
+    """`[n, T]` float32, in the form's order."""
+    keeps: Tensor
+    """`[n]` bool: whether evaluation i's prediction is remembered; e1 is the last remembered one."""
+    draws: Tensor
+    """`[n]` bool: whether evaluation i draws noise from the row's generator."""
+    noise_dtype: torch.dtype | None
+    """In which the noise is drawn; None is the network's own."""
+    init_scale: float
+    """The first latents are unit noise times this."""
+
+    @property
+    def num_evaluations(self) -> int:
+        return len(self.timesteps)
+
+
+class Samplers:
+    """The samplers of one loaded model: fresh schedulers, and tables kept per (sampler, steps)."""
+
+    def __init__(self, own: Scheduler, facts: Facts) -> None:
+        self._own = own
+        self._facts = facts
+        self._templates: dict[str, Scheduler] = {}
+        self._tables: dict[tuple[str, int], Table] = {}
+
+    def scheduler(self, name: str, steps: int, device: torch.device | str = "cpu") -> Scheduler:
+        """A scheduler of its own, with its timesteps set. Raises UsageError where it lacks a library."""
+        if name not in self._templates:
+            self._templates[name] = self._build(name)
+        scheduler = copy.deepcopy(self._templates[name])
+        scheduler.set_timesteps(steps, device=device)
+        return scheduler
+
+    def table(self, name: str, steps: int) -> Table:
+        """The sampler's table. Raises NotAffineError where `models/facts.py` is wrong about it."""
+        key = (name, steps)
+        if key not in self._tables:
+            form = tuple(self._facts.sampler_facts(name).form.split(","))
+            self._tables[key] = probe(lambda: self.scheduler(name, steps), form)
+        return self._tables[key]
+
+    def _build(self, name: str) -> Scheduler:
+        facts = self._facts.sampler_facts(name)
+        if facts.scheduler == type(self._own).__name__ and not facts.options:
+            return self._own
+        try:
+            return getattr(diffusers, facts.scheduler).from_config(self._own.config, **facts.options)
+        except ImportError as error:
+            raise UsageError(f"sampler {name!r} cannot run here: {error}") from None
+
+
+def step_arguments(scheduler: Scheduler, generator: object) -> dict[str, object]:
+    """What diffusers' pipelines pass to `step` beside its tensors: eta 0 and the generator, if taken."""
+    accepted = inspect.signature(scheduler.step).parameters
+    offered = {"eta": 0.0, "generator": generator}
+    return {name: value for name, value in offered.items() if name in accepted}
+
+
+def update(coefficients: Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """The affine map: sum over T of coefficients `[B, T]` times terms `[B, C, h, w]`, in float32."""
+    products = (coefficients[:, i, None, None, None] * term.to(coefficients.dtype) for i, term in enumerate(terms))
+    return torch.stack(tuple(products)).sum(0)
+
+
+def probe(fresh: Callable[[], Scheduler], form: tuple[str, ...]) -> Table:
+    """The table of the scheduler that `fresh` makes. Raises NotAffineError if the form does not hold it."""
+    table = _read(fresh(), form)
+    _check(fresh(), table)
+    return table
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    """What one probed `step` returned, as coefficients over all latents and predictions up to it."""
+
+    over_latents: Tensor
+    over_predictions: Tensor
+    over_noise: float
+    input_scale: float
+    noise_dtype: torch.dtype | None
+    """None: no noise was drawn."""
+
+
+def _read(scheduler: Scheduler, form: tuple[str, ...]) -> Table:
+    evaluations = _evaluate_units(scheduler)
+    kept = sorted({j for i, e in enumerate(evaluations) for j in _used(e.over_predictions) if j < i})
+    rows = [_row(i, evaluation, kept, form) for i, evaluation in enumerate(evaluations)]
+    dtypes = {evaluation.noise_dtype for evaluation in evaluations} - {None}
+    assert len(dtypes) <= 1
+    return Table(
+        form=form,
+        timesteps=scheduler.timesteps.to(torch.float32),
+        input_scale=torch.tensor([evaluation.input_scale for evaluation in evaluations]),
+        coefficients=torch.tensor(rows, dtype=torch.float32),
+        keeps=torch.tensor([i in kept for i in range(len(evaluations))]),
+        draws=torch.tensor([evaluation.noise_dtype is not None for evaluation in evaluations]),
+        noise_dtype=torch.float32 if dtypes == {torch.float32} else None,
+        init_scale=float(scheduler.init_noise_sigma),
+    )
+
+
+def _evaluate_units(scheduler: Scheduler) -> list[_Evaluation]:
+    """Step through the schedule with x_i = unit vector i and e_i = unit vector n + i, in float64."""
+    n = len(scheduler.timesteps)
+    size = 2 * n + _RESERVED
+    generator = torch.Generator("cpu").manual_seed(0)
+    arguments = step_arguments(scheduler, generator)
+    units = torch.eye(size, dtype=torch.float64).view(size, 1, size, 1, 1)
+    evaluations = []
+    for i, timestep in enumerate(scheduler.timesteps):
+        latents, prediction = units[i], units[n + i]
+        input_scale = float(scheduler.scale_model_input(latents, timestep)[0, i])
+        before = generator.get_state()
+        moved = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0].flatten()
+        noise = _drawn(before, generator.get_state(), prediction.shape)
+        over_noise = 0.0
+        if noise is not None:
+            reserved = noise.flatten().double()[2 * n :]
+            over_noise = float(moved[2 * n :] @ reserved / (reserved @ reserved))
+            moved = moved - over_noise * noise.flatten().double()
+        moved = torch.where(moved.abs() > _ZERO * moved.abs().max(), moved, 0.0)
+        dtype = None if noise is None else noise.dtype
+        evaluations.append(_Evaluation(moved[:n], moved[n : 2 * n], over_noise, input_scale, dtype))
+    return evaluations
+
+
+def _drawn(before: Tensor, after: Tensor, shape: torch.Size) -> Tensor | None:
+    """The noise that took a generator from one state to another; the dtype tells itself by the state."""
+    if torch.equal(before, after):
+        return None
+    generator = torch.Generator("cpu")
+    for dtype in (torch.float64, torch.float32):
+        generator.set_state(before)
+        noise = torch.randn(shape, generator=generator, dtype=dtype)
+        if torch.equal(generator.get_state(), after):
+            return noise
+    raise NotAffineError("the scheduler draws noise otherwise than once per evaluation in the latents' shape")
+
+
+def _used(coefficients: Tensor) -> list[int]:
+    return [int(j) for j in coefficients.nonzero()]
+
+
+def _row(i: int, evaluation: _Evaluation, kept: list[int], form: tuple[str, ...]) -> list[float]:
+    """Evaluation i's coefficients in the form's order."""
+    earlier = [j for j in kept if j < i][::-1]
+    values = {f"x{i - j or ''}": float(evaluation.over_latents[j]) for j in _used(evaluation.over_latents)}
+    for j in _used(evaluation.over_predictions):
+        name = "e" if j == i else f"e{1 + earlier.index(j)}"
+        values[name] = float(evaluation.over_predictions[j])
+    if evaluation.noise_dtype is not None:
+        values["z"] = evaluation.over_noise
+    strangers = values.keys() - set(form)
+    if strangers:
+        raise NotAffineError(f"evaluation {i} uses {sorted(strangers)}, which form {','.join(form)!r} lacks")
+    return [values.get(name, 0.0) for name in form]
+
+
+def _check(scheduler: Scheduler, table: Table) -> None:
+    """Compare table and scheduler on random latents and predictions, float32, relative 1e-5."""
+    shape = (1, 4, 4, 4)
+    random = torch.Generator("cpu").manual_seed(1)
+    own = torch.Generator("cpu").manual_seed(2)
+    arguments = step_arguments(scheduler, own)
+    zeros = torch.zeros(shape)
+    previous, predictions = zeros, [zeros] * 3
+    for i, timestep in enumerate(scheduler.timesteps):
+        latents, prediction, noise = (
+            torch.randn(shape, generator=random),
+            torch.randn(shape, generator=random),
+            zeros,
+        )
+        if table.draws[i]:
+            twin = torch.Generator("cpu")
+            twin.set_state(own.get_state())
+            noise = torch.randn(shape, generator=twin)
+        scaled = scheduler.scale_model_input(latents, timestep)
+        wanted = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
+        values = {"x": latents, "x1": previous, "e": prediction, "z": noise}
+        values |= {f"e{k + 1}": earlier for k, earlier in enumerate(predictions)}
+        made = update(table.coefficients[i : i + 1], [values[name] for name in table.form])
+        for name, left, right in (
+            ("input", latents * table.input_scale[i], scaled),
+            ("update", made, wanted),
+        ):
+            if not (left - right).abs().max() <= _TOLERANCE * right.abs().max():
+                raise NotAffineError(f"{type(scheduler).__name__}: the {name} of evaluation {i} is not affine")
+        previous = latents
+        if table.keeps[i]:
+            predictions = [prediction, *predictions[:2]]

@@ -1,0 +1,212 @@
+"""The settled run made into a dataset: parts in place, tables in manifest order, the card, and `_SUCCESS` last.
+
+Any worker that finds all rows settled does this, or a person does; two at once write the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.balance import Balance, take_balance
+from batchgen.card import card, image_folder_table
+from batchgen.disk import remove
+from batchgen.errors import BatchgenError, UsageError
+from batchgen.filesystem import resumable
+from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
+from batchgen.metadata import failed_rows, made_rows, row_table_schema
+from batchgen.plan import REJECTED, PlanIndex
+from batchgen.publish import publish, published
+from batchgen.rundir import RunDirectory
+from batchgen.spill import Reorder, part_bounds
+from batchgen.version import VERSION
+
+SUCCESS = "_SUCCESS"
+"""Written last: its content names the plan that it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The row tables of all committed receipts."""
+
+    paths: tuple[Path, ...]
+    positions: npt.NDArray[np.uint64]
+    """Of all their rows, ascending."""
+
+    def ranks(self, table: pa.Table) -> npt.NDArray[np.uint32]:
+        ranks: npt.NDArray[np.uint32] = np.searchsorted(self.positions, table["position"].to_numpy()).astype(np.uint32)
+        return ranks
+
+
+def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
+    """Write the tables of a run whose rows are all settled; of what there is so far with `is_partial`, under names
+    of their own.
+
+    Raises UsageError if rows are outstanding, BatchgenError if a committed part is missing or has another size.
+    """
+    index = run.index()
+    ledger = Ledger(run.root, run.files)
+    balance = take_balance(index, ledger)
+    if balance.outstanding and not is_partial:
+        raise UsageError(
+            f"{run.path}: {balance.outstanding} of {balance.rows} rows are outstanding; run the job to its end, or "
+            "write tables of what there is with --partial"
+        )
+    receipts = [receipt for state in ledger.states(index.shards) for receipt in state.committed]
+    for receipt in receipts:
+        publish(run, receipt)
+    _withdraw(run, ledger)
+    scratch = run.root / f"finalize-{secrets.token_hex(4)}"
+    run.files.make_folder(scratch)
+    try:
+        tables = _write_tables(index, _sources(run, ledger, receipts), scratch, is_partial=is_partial)
+        run.files.sync_folder(run.data)
+        for name, temp in tables.items():
+            run.files.replace(temp, run.path / name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if not is_partial:
+        _close(run, index, balance)
+        _sweep(run, index, ledger)
+    return balance
+
+
+def _sources(run: RunDirectory, ledger: Ledger, receipts: list[Receipt]) -> _Sources:
+    paths, positions = [], [np.zeros(0, np.uint64)]
+    for receipt in receipts:
+        path = ledger.table_path(receipt.shard, receipt.epoch)
+        table = _read(path, ["position", "status", "file_name", "bytes"])
+        _check_files(run, receipt, table)
+        paths.append(path)
+        positions.append(table["position"].to_numpy())
+    return _Sources(tuple(paths), np.sort(np.concatenate(positions)))
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
+    try:
+        with resumable(path):
+            return pq.read_table(path, columns=columns)
+    except (FileNotFoundError, pa.ArrowInvalid) as error:
+        raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
+
+
+def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
+    """Existence and size of a published part; `verify` reads the bytes."""
+    if not receipt.part:
+        return
+    path = published(run, receipt)
+    if not path.is_dir():
+        _check_size(path, receipt.part_bytes)
+        return
+    made = table.filter(pc.field("status") == "ok")
+    for name, size in zip(made["file_name"].to_pylist(), made["bytes"].to_pylist(), strict=True):
+        _check_size(run.path / name, size)
+
+
+def _check_size(path: Path, size: int) -> None:
+    found = path.stat().st_size if path.is_file() else None
+    if found != size:
+        what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+        raise BatchgenError(f"{path}, which a receipt names, {what}; `batchgen verify` names all that is damaged")
+
+
+def _write_tables(index: PlanIndex, sources: _Sources, scratch: Path, *, is_partial: bool) -> dict[str, Path]:
+    """Write the tables into `scratch`: the name that each is to have under the run directory, and where it lies."""
+    middle = ".partial" if is_partial else ""
+    wanted: dict[str, Callable[[pa.Table], pa.Table]] = {
+        f"metadata{middle}.parquet": made_rows,
+        f"failures{middle}.parquet": failed_rows,
+    }
+    if index.job["output"]["format"] == "files" and not is_partial:
+        wanted["data/metadata.parquet"] = lambda rows: image_folder_table(made_rows(rows))
+    temps = {name: scratch / f"table-{number}.parquet" for number, name in enumerate(wanted)}
+    writers: dict[str, pq.ParquetWriter] = {}
+    with resumable(scratch), ExitStack() as stack:
+        for rows in _in_order(sources, scratch):
+            for name, select in wanted.items():
+                table = select(rows)
+                if name not in writers:
+                    writer = pq.ParquetWriter(temps[name], table.schema, compression="zstd")
+                    writers[name] = stack.enter_context(writer)
+                writers[name].write_table(table)
+    return temps
+
+
+def _in_order(sources: _Sources, scratch: Path) -> Iterator[pa.Table]:
+    """All rows of the row tables in manifest order; one empty table if there are none."""
+    if not sources.paths:
+        yield row_table_schema([]).empty_table()
+        return
+    bounds = part_bounds(np.arange(len(sources.positions) + 1))
+    spilled = Reorder(scratch, _read(sources.paths[0]).schema, bounds)
+    for path in sources.paths:
+        table = _read(path)
+        spilled.add(table, sources.ranks(table))
+    yield from spilled.parts()
+
+
+def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
+    """Take out of `data/` what lies there under the name of an epoch that was not committed."""
+    for name in run.files.names(run.data):
+        place = unstem(Path(name).stem)
+        receipt = None if place is None else ledger.receipt(*place)
+        if receipt is not None and receipt.part != name:
+            run.files.make_folder(run.root / "withdrawn")
+            run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
+
+
+def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
+    """The rejected rows, the card, and the marker that says for which plan all of it stands."""
+    rejected = run.plans / index.folder / REJECTED
+    if index.num_rejected and run.files.stat(run.path / REJECTED) is None:
+        run.files.publish_file(rejected, run.path / REJECTED)
+    text = card(
+        name=run.path.resolve().name,
+        output_format=index.job["output"]["format"],
+        model=index.model,
+        version=VERSION,
+        num_images=balance.done,
+        num_failed=balance.failed,
+    )
+    temp = run.root / f"card.{secrets.token_hex(4)}.tmp"
+    run.files.write(temp, text.encode())
+    run.files.replace(temp, run.path / "README.md")
+    marker = {
+        "token": secrets.token_hex(8),
+        "plan": index.number,
+        "done": balance.done,
+        "failed": balance.failed,
+        "rejected": balance.rejected,
+        "version": VERSION,
+    }
+    run.files.put_if_absent(run.path / SUCCESS, json.dumps(marker).encode())
+
+
+def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
+    """Remove what no slot will ever name: parts of epochs whose receipt is something else, temporary files whose
+    slot exists, plans that lost."""
+    work = run.root / "work"
+    for name in run.files.names(work):
+        place = unstem(name.split(".")[0])
+        receipt = None if place is None else ledger.receipt(*place)
+        if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
+            remove(work / name)
+    for folder in (run.root / "claims", run.root / "receipts", run.plans):
+        names = run.files.names(folder)
+        for name in names:
+            is_temp = name.endswith(".tmp") and name.split(".")[0] in {
+                one.split(".")[0] for one in names if one != name
+            }
+            if is_temp or (folder == run.plans and name.startswith("0-") and name != index.folder):
+                remove(folder / name)

@@ -1,0 +1,324 @@
+"""The run directory's bookkeeping: who works on a shard, and what came of it.
+
+Two write-once slots per (shard, epoch) decide everything: the claim and the receipt. An epoch may be claimed only
+when every epoch below it has a receipt; a row is settled if and only if a committed receipt names it. Clocks and
+heartbeats only decide when it is worth suspecting an owner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.filesystem import FileSystem
+
+TABLE_SUFFIX = ".rows.parquet"
+COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One worker process, as its claims name it."""
+
+    token: str
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_time: str
+    """Of the process, in the kernel's ticks since boot: tells it from a later one with the same pid."""
+    job_id: str = ""
+    """Slurm's, with the array task; empty elsewhere."""
+    restart_count: int = 0
+
+
+def this_process() -> Owner:
+    """The running process as an owner, with a fresh token."""
+    environment = os.environ
+    array_job = environment.get("SLURM_ARRAY_JOB_ID")
+    job_id = f"{array_job}_{environment['SLURM_ARRAY_TASK_ID']}" if array_job else environment.get("SLURM_JOB_ID", "")
+    return Owner(
+        token=secrets.token_hex(8),
+        host=socket.gethostname(),
+        boot_id=_text("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        start_time=start_time(os.getpid()),
+        job_id=job_id,
+        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
+    )
+
+
+def start_time(pid: int) -> str:
+    """A process's start time, "" if there is no such process (or it has ended and only waits to be reaped)."""
+    stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return "" if len(stat) < 20 or stat[0] in "ZX" else stat[19]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The content of a claim slot."""
+
+    owner: Owner
+    shard: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The content of a receipt slot. All but the first four fields belong to a committed one."""
+
+    kind: str
+    shard: int
+    epoch: int
+    by: Owner
+    ok: tuple[int, ...] = ()
+    """Indices of the rows made, in their shard."""
+    failed: tuple[int, ...] = ()
+    part: str = ""
+    """Name of the part under `data/`, "" where every row failed."""
+    part_bytes: int = 0
+    part_sha256: str = ""
+    table_sha256: str = ""
+    """Of the row table, `.run/work/<shard>-<epoch>.rows.parquet`."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """What the pixels may depend on beside the job: libraries and device."""
+    is_readable: bool = True
+    """False for a slot whose content is no receipt: it counts as abandoned."""
+
+    @property
+    def stem(self) -> str:
+        return stem(self.shard, self.epoch)
+
+
+def stem(shard: int, epoch: int) -> str:
+    """The name of a (shard, epoch) in slots and files: 00017-0."""
+    return f"{shard:05d}-{epoch}"
+
+
+def unstem(name: str) -> tuple[int, int] | None:
+    """Shard and epoch of a slot's name, None for any other name."""
+    shard, dash, epoch = name.partition("-")
+    is_name = dash and shard.isdigit() and epoch.isdigit() and stem(int(shard), int(epoch)) == name
+    return (int(shard), int(epoch)) if is_name else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """What the slots of one shard say."""
+
+    shard: int
+    receipts: tuple[Receipt, ...]
+    """Of epochs 0, 1, … without a gap."""
+    claim: Claim | None
+    """On the first epoch without a receipt."""
+    is_claimed: bool
+    """Whether that claim's slot exists, readable or not."""
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch without a receipt."""
+        return len(self.receipts)
+
+    @property
+    def committed(self) -> tuple[Receipt, ...]:
+        return tuple(one for one in self.receipts if one.kind == COMMITTED)
+
+    @property
+    def settled(self) -> frozenset[int]:
+        """Rows that a committed receipt names."""
+        return frozenset(row for one in self.committed for row in (*one.ok, *one.failed))
+
+    def suspicion(self, max_deaths: int) -> Suspicion:
+        """How often the shard's owners died without a commit."""
+        is_row_by_row, deaths = False, 0
+        for one in self.receipts:
+            if one.kind == COMMITTED:
+                deaths = 0
+            elif one.kind == ABANDONED:
+                deaths += 1
+                if not is_row_by_row and deaths == max_deaths:
+                    is_row_by_row, deaths = True, 0
+        return Suspicion(is_row_by_row, is_row_by_row and deaths >= max_deaths, deaths)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A shard abandoned `max_deaths` times in a row is run row by row; when that many more owners have died, the
+    first row that no receipt names is taken for the cause."""
+
+    is_row_by_row: bool
+    is_first_row_guilty: bool
+    deaths: int
+
+
+class Ledger:
+    """The slots under `RUN/.run/`, as one worker (or an onlooker without an owner) sees and fills them."""
+
+    def __init__(self, root: Path, files: FileSystem, owner: Owner | None = None) -> None:
+        self.root = root
+        self.files = files
+        self.owner = owner
+
+    def claim_path(self, shard: int, epoch: int) -> Path:
+        return self.root / "claims" / stem(shard, epoch)
+
+    def receipt_path(self, shard: int, epoch: int) -> Path:
+        return self.root / "receipts" / stem(shard, epoch)
+
+    def work_path(self, shard: int, epoch: int) -> Path:
+        """Where the part of a (shard, epoch) is written, but for its suffix."""
+        return self.root / "work" / stem(shard, epoch)
+
+    def table_path(self, shard: int, epoch: int) -> Path:
+        return self.root / "work" / f"{stem(shard, epoch)}{TABLE_SUFFIX}"
+
+    def make_folders(self) -> None:
+        for name in ("plan", "claims", "work", "receipts", "modes"):
+            self.files.make_folder(self.root / name)
+
+    def state(self, shard: int) -> ShardState:
+        """Read a shard's slots, in epoch order, until one has no receipt."""
+        receipts: list[Receipt] = []
+        while (receipt := self.receipt(shard, len(receipts))) is not None:
+            receipts.append(receipt)
+        content = self.files.read(self.claim_path(shard, len(receipts)))
+        return ShardState(shard, tuple(receipts), _claim(content), content is not None)
+
+    def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
+        return (self.state(shard) for shard in shards)
+
+    def receipt(self, shard: int, epoch: int) -> Receipt | None:
+        """The receipt of an epoch; one that cannot be read counts as abandoned."""
+        content = self.files.read(self.receipt_path(shard, epoch))
+        return None if content is None else _receipt(content, shard, epoch)
+
+    def claim(self, shard: int, epoch: int) -> bool:
+        """Try to become the owner of an epoch that has no claim; False if another was first."""
+        path = self.claim_path(shard, epoch)
+        return self._put(path, {"shard": shard, "epoch": epoch, **asdict(self._me)})
+
+    def commit(self, receipt: Receipt) -> bool:
+        """Settle the rows of a receipt, whose part and row table are durable; False if the epoch was taken away."""
+        return self._put(self.receipt_path(receipt.shard, receipt.epoch), _content(receipt))
+
+    def release(self, shard: int, epoch: int) -> bool:
+        """Give an epoch back without a row."""
+        return self.commit(Receipt(RELEASED, shard, epoch, self._me))
+
+    def abandon(self, shard: int, epoch: int) -> bool:
+        """Close the epoch of an owner that is thought dead; False if it has a receipt by now."""
+        return self.commit(Receipt(ABANDONED, shard, epoch, self._me))
+
+    def heartbeat(self, shard: int, epoch: int) -> None:
+        self.files.touch(self.claim_path(shard, epoch))
+
+    def heartbeat_age_s(self, shard: int, epoch: int) -> float | None:
+        """Seconds since a claim was touched, by the file system's clock; None if there is no claim."""
+        found = self.files.stat(self.claim_path(shard, epoch))
+        if found is None:
+            return None
+        return self._now_s() - found.mtime_s
+
+    def dead_because(self, state: ShardState, stale_after_s: float) -> str | None:
+        """Why the owner of a shard's open epoch is thought dead, None if it is thought alive."""
+        assert state.is_claimed
+        if state.claim is not None and (reason := gone_because(state.claim.owner, self._me)):
+            return reason
+        age_s = self.heartbeat_age_s(state.shard, state.epoch)
+        if age_s is not None and age_s > stale_after_s:
+            return f"its heartbeat is {age_s:.0f} s old"
+        return None
+
+    def _now_s(self) -> float:
+        probe = self.root / "claims" / f"now.{self._me.token}.tmp"
+        if self.files.stat(probe) is None:
+            self.files.write(probe, b"")
+        self.files.touch(probe)
+        found = self.files.stat(probe)
+        assert found is not None
+        self.files.remove(probe)
+        return found.mtime_s
+
+    @property
+    def _me(self) -> Owner:
+        assert self.owner is not None, "an onlooker fills no slot"
+        return self.owner
+
+    def _put(self, path: Path, content: Mapping[str, Any]) -> bool:
+        return self.files.put_if_absent(path, json.dumps({"token": self._me.token, **content}).encode())
+
+
+def gone_because(owner: Owner, me: Owner) -> str | None:
+    """Why an owner cannot be running any more, as far as this process can tell without a clock."""
+    if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
+        if start_time(owner.pid) != owner.start_time:
+            return f"its process {owner.pid} on {owner.host} is gone"
+    elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
+        return f"Slurm has restarted its job {owner.job_id}"
+    return None
+
+
+def _content(receipt: Receipt) -> dict[str, Any]:
+    content = asdict(receipt)
+    content["ok"], content["failed"] = _ranges(receipt.ok), _ranges(receipt.failed)
+    del content["is_readable"]
+    return content
+
+
+def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
+    try:
+        fields = json.loads(content)
+        del fields["token"]
+        fields["by"] = Owner(**fields["by"])
+        fields["ok"], fields["failed"] = _indices(fields["ok"]), _indices(fields["failed"])
+        receipt = Receipt(**fields)
+        if (receipt.shard, receipt.epoch) == (shard, epoch) and receipt.kind in (COMMITTED, RELEASED, ABANDONED):
+            return receipt
+    except (ValueError, KeyError, TypeError):
+        pass
+    nobody = Owner("", "", "", "", 0, "")
+    return Receipt(ABANDONED, shard, epoch, nobody, is_readable=False)
+
+
+def _claim(content: bytes | None) -> Claim | None:
+    try:
+        fields = json.loads(content or b"")
+        return Claim(shard=fields.pop("shard"), epoch=fields.pop("epoch"), owner=Owner(**fields))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _ranges(indices: tuple[int, ...]) -> list[list[int]]:
+    """Ascending indices as [first, last] pairs."""
+    pairs: list[list[int]] = []
+    for index in sorted(indices):
+        if pairs and pairs[-1][1] == index - 1:
+            pairs[-1][1] = index
+        else:
+            pairs.append([index, index])
+    return pairs
+
+
+def _indices(pairs: list[list[int]]) -> tuple[int, ...]:
+    return tuple(index for first, last in pairs for index in range(first, last + 1))

@@ -1,0 +1,212 @@
+"""Model folders: found, checked for completeness, and identified, without torch.
+
+A model is a diffusers folder of the Stable Diffusion family, on disk or on the Hugging Face hub. Only
+safetensors weights and library classes are taken: no pickles, no code from the folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.job import Model
+from batchgen.models import demo, facts, hashes
+
+FAMILIES = ("StableDiffusionPipeline",)
+_BUILT_IN = ("demo", "pattern")
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+    "text_encoder": ("CLIPTextModel",),
+    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "scheduler": facts.SCHEDULERS,
+}
+_CONFIGS = {
+    "unet": "config.json",
+    "vae": "config.json",
+    "text_encoder": "config.json",
+    "scheduler": "scheduler_config.json",
+    "tokenizer": "tokenizer_config.json",
+}
+_WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
+_CONVERT = (
+    'convert it once with diffusers: StableDiffusionPipeline.from_pretrained("OLD").save_pretrained("NEW"), '
+    "or .from_single_file for a single checkpoint file"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A diffusers folder that has all that the Stable Diffusion family reads."""
+
+    name: str
+    """As the job names it."""
+    path: Path
+    variant: str | None
+    commit: str | None
+    """The hub's commit; None for a local folder."""
+    files: tuple[str, ...]
+    """All files that decide pixels, relative to `path`."""
+
+    def config(self, component: str) -> dict[str, Any]:
+        """The component's JSON configuration."""
+        return read_json(self.path / component / _CONFIGS[component])
+
+
+def find_model(model: Model) -> ModelFolder:
+    """The job's model folder, fetched from the hub if it is an id of it.
+
+    Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
+    """
+    local = Path(model.path).expanduser()
+    if local.is_dir():
+        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, ()))
+    if local.is_file():
+        raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.path) or model.path[0] in "./~":
+        near = difflib.get_close_matches(model.path, _BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
+        raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
+    return _checked(_fetched(model))
+
+
+def facts_of(model: Model) -> facts.Facts:
+    """What planning must know of the job's model. Raises UsageError as `find_model` does."""
+    if model.path == "pattern":
+        return facts.PATTERN
+    if model.path == "demo":
+        found = facts.stable_diffusion(demo.UNET, demo.VAE, demo.SCHEDULER, demo.TEXT_LENGTH)
+        return replace(found, steps=10, note=demo.NOTE)
+    folder = find_model(model)
+    length = folder.config("tokenizer").get("model_max_length")
+    if not isinstance(length, int) or length > 10_000:
+        raise UsageError(f"{folder.path}/tokenizer/tokenizer_config.json lacks model_max_length, usually 77")
+    return facts.stable_diffusion(folder.config("unet"), folder.config("vae"), folder.config("scheduler"), length)
+
+
+def identity(model: Model) -> dict[str, str]:
+    """What tells this model's pixels from another's: versions, or the hash of every file that matters."""
+    if model.path in _BUILT_IN:
+        return {model.path: demo.VERSION if model.path == "demo" else "1"}
+    folder = find_model(model)
+    commit = {"commit": folder.commit} if folder.commit else {}
+    return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model file {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"model file {path} holds no JSON object")
+    return content
+
+
+def _checked(folder: ModelFolder) -> ModelFolder:
+    """The folder with its files listed, once nothing is missing."""
+    path = folder.path
+    if not (path / "model_index.json").is_file():
+        raise UsageError(f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}")
+    index = read_json(path / "model_index.json")
+    family = index.get("_class_name")
+    if family not in FAMILIES:
+        raise UsageError(f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}")
+    for component, classes in _CLASSES.items():
+        _check_class(folder, component, index.get(component), classes)
+    files = [f"{component}/{name}" for component, name in _CONFIGS.items()]
+    for file in files:
+        if not (path / file).is_file():
+            raise UsageError(f"model folder {path} lacks {file}; download it again, whole")
+    files += _tokenizer_files(path)
+    for component in _WEIGHTS:
+        files += _weight_files(folder, component)
+    return replace(folder, files=tuple(sorted(set(files))))
+
+
+def _check_class(folder: ModelFolder, component: str, entry: Any, allowed: tuple[str, ...]) -> None:
+    library = "transformers" if component in ("text_encoder", "tokenizer") else "diffusers"
+    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == library and entry[1] in allowed):
+        raise UsageError(
+            f"model folder {folder.path}: model_index.json gives {component} as {entry!r}; allowed is "
+            f"{library}'s {' or '.join(allowed)}; code that comes with a model is never run"
+        )
+
+
+def _tokenizer_files(path: Path) -> list[str]:
+    names = ("tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+    found = [f"tokenizer/{name}" for name in names if (path / "tokenizer" / name).is_file()]
+    if not {"tokenizer/tokenizer.json", "tokenizer/vocab.json"} & set(found):
+        raise UsageError(f"model folder {path} lacks tokenizer/vocab.json or tokenizer/tokenizer.json")
+    return found
+
+
+def _weight_files(folder: ModelFolder, component: str) -> list[str]:
+    """The component's weights: one file, or an index and the shards it names."""
+    place, stem = folder.path / component, _WEIGHTS[component]
+    dotted = f".{folder.variant}" if folder.variant else ""
+    single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
+    if (place / single).is_file():
+        return [f"{component}/{single}"]
+    if not (place / index).is_file():
+        raise UsageError(_no_weights(place, single))
+    shards = sorted(set(read_json(place / index).get("weight_map", {}).values()))
+    for shard in shards:
+        if not (place / shard).is_file():
+            raise UsageError(f"model folder {place} lacks {shard}, which {index} names; download it again, whole")
+    return [f"{component}/{name}" for name in (index, *shards)]
+
+
+def _no_weights(place: Path, wanted: str) -> str:
+    others = sorted(file.name for file in place.glob("*.safetensors"))
+    pickles = sorted(file.name for pattern in _PICKLES for file in place.glob(pattern))
+    if others:
+        return f"{place} lacks {wanted} but has {', '.join(others)}; set model.variant to choose among them"
+    if pickles:
+        return f"{place} has only {', '.join(pickles)}, pickles, which can run code; {_CONVERT}"
+    return f"{place} lacks {wanted}; download the folder again, whole"
+
+
+def _fetched(model: Model) -> ModelFolder:
+    """The folder in the hub's local cache, fetched if need be; without a network, what is cached is used."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        place = Path(
+            snapshot_download(model.path, revision=model.revision, allow_patterns=list(_patterns(model.variant)))
+        )
+    except RepositoryNotFoundError:
+        raise UsageError(
+            f"the hub has no model {model.path!r}, or it is private and no token is set; check the name, "
+            "or name a diffusers folder"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(
+            f"model {model.path!r} is neither a local folder nor in the hub's cache, and the hub gave: "
+            f"{reason}; run once where there is a network, or name a diffusers folder"
+        ) from None
+    return ModelFolder(model.path, place, model.variant, place.name, ())
+
+
+def _patterns(variant: str | None) -> Iterable[str]:
+    """The file names to fetch: configuration, tokenizer, and one set of safetensors weights."""
+    dotted = f".{variant}" if variant else ""
+    yield "model_index.json"
+    for component, config in _CONFIGS.items():
+        yield f"{component}/{config}"
+    for name in ("*.json", "*.txt"):
+        yield f"tokenizer/{name}"
+    for component, stem in _WEIGHTS.items():
+        yield f"{component}/{stem}{dotted}.safetensors"
+        yield f"{component}/{stem}{dotted}-*-of-*.safetensors"
+        yield f"{component}/{stem}.safetensors.index{dotted}.json"

@@ -1,0 +1,39 @@
+"""How many tokens of a prompt the text encoder reads, and how many it never sees. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.job import Model
+from batchgen.models import demo
+from batchgen.models.folder import find_model
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Tokens of one text, start and end markers not counted."""
+
+    read: int
+    dropped: int
+
+
+def load_tokenizer(model: Model) -> Any | None:
+    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does."""
+    if model.path == "pattern":
+        return None
+    if model.path == "demo":
+        return demo.tokenizer()
+    from transformers import CLIPTokenizer
+
+    return CLIPTokenizer.from_pretrained(find_model(model).path / "tokenizer")
+
+
+def count_tokens(tokenizer: Any, texts: Sequence[str]) -> list[TokenCount]:
+    """The count of each text."""
+    if not texts:
+        return []
+    room = tokenizer.model_max_length - 2
+    ids = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False).input_ids
+    return [TokenCount(min(len(text), room), max(len(text) - room, 0)) for text in ids]

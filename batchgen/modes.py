@@ -1,0 +1,29 @@
+"""What the first worker of a run settles for all others: slots under `.run/modes/`."""
+
+from __future__ import annotations
+
+import json
+
+from batchgen.errors import UsageError
+from batchgen.ledger import Ledger
+
+
+def settle_dtype(ledger: Ledger, dtype: str | None) -> None:
+    """Make this worker's dtype the run's, or check that it is. Raises UsageError if the run has another one."""
+    if dtype is None:
+        return
+    assert ledger.owner is not None
+    path = ledger.root / "modes" / "dtype"
+    content = json.dumps({"token": ledger.owner.token, "dtype": dtype}).encode()
+    if ledger.files.read(path) is None and ledger.files.put_if_absent(path, content):
+        return
+    try:
+        settled = json.loads(ledger.files.read(path) or b"")["dtype"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({error!r}); remove it if no worker is running") from None
+    if settled != dtype:
+        raise UsageError(
+            f"this run was begun in {settled}, and this worker would make its rows in {dtype}: pixels would differ. "
+            f"Run it on a device like the first one, or with --set engine.device=… that one; a new run may set "
+            "model.dtype"
+        )

@@ -1,0 +1,26 @@
+"""Committed parts brought from `.run/work/` into `data/`. Doing it twice is harmless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchgen.ledger import Receipt
+from batchgen.rundir import RunDirectory
+
+
+def published(run: RunDirectory, receipt: Receipt) -> Path:
+    """Where a committed part lies once it is published."""
+    return run.data / receipt.part
+
+
+def publish(run: RunDirectory, receipt: Receipt) -> None:
+    """Give the part of a committed receipt its place in `data/`: files by link, folders by rename."""
+    if not receipt.part:
+        return
+    source, target = run.root / "work" / receipt.part, published(run, receipt)
+    if Path(receipt.part).suffix:
+        if run.files.stat(source) is not None:
+            run.files.publish_file(source, target)
+            run.files.remove(source)
+    elif run.files.stat(target) is None:
+        run.files.publish_folder(source, target)

@@ -1,0 +1,220 @@
+"""The run directory: where things lie, and the plan that a manifest and a job get in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from batchgen.checks import Rules
+from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
+from batchgen.errors import UsageError
+from batchgen.filesystem import FileSystem
+from batchgen.job import Job
+from batchgen.manifest import Manifest, open_manifest
+from batchgen.metadata import RESERVED
+from batchgen.models.facts import Facts
+from batchgen.models.folder import facts_of, identity
+from batchgen.plan import Draft, PlanIndex, draft, freeze, load_index
+from batchgen.planner import Limits
+from batchgen.rejections import Rejections
+from batchgen.survey import Survey, survey
+from batchgen.truncation import check_truncation
+
+_FREE = (
+    "run",
+    "columns",
+    "model.path",
+    "model.revision",
+    "engine.device",
+    "output.encoders",
+    "plan.profile",
+    "plan.on_truncate",
+)
+"""Tables and keys of a job that may change between two starts of one run: pixels do not depend on them, or other
+entries of the fingerprint hold what does."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of one run directory."""
+
+    path: Path
+    files: FileSystem = field(default_factory=FileSystem)
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def root(self) -> Path:
+        """All bookkeeping."""
+        return self.path / ".run"
+
+    @property
+    def plans(self) -> Path:
+        return self.root / "plan"
+
+    def index(self) -> PlanIndex:
+        """The plan that lies here. Raises UsageError if there is none."""
+        found = load_index(self.plans, self.files)
+        if found is None:
+            raise UsageError(f"{self.path} is no run directory (it has no plan, .run/plan/0.json); name one")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A draft and what is to be said of it."""
+
+    draft: Draft
+    facts: Facts
+    rejections: Rejections
+    notes: tuple[str, ...]
+
+
+def plan_manifest(
+    names: Sequence[str | Path], job: Job, on_progress: Callable[[int, int], None] = lambda rows, total: None
+) -> Planned:
+    """Check, group and cut a manifest; nothing is written.
+
+    Raises UsageError for a manifest that cannot be read, or (unless the job skips them) for bad rows, which the
+    message names.
+    """
+    facts = facts_of(job.model)
+    _check_sampler(job, facts)
+    manifest = open_manifest(names, job.columns)
+    _check_names(manifest)
+    rejections = Rejections(manifest)
+    surveyed = survey(manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows))
+    if rejections.num_cells and job.plan.on_bad_row == "stop":
+        raise UsageError(rejections.message(surveyed.num_rejected))
+    limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
+    check_truncation(surveyed, job)
+    notes = _notes(surveyed, facts)
+    return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes))
+
+
+def open_run(
+    run: RunDirectory,
+    names: Sequence[str | Path],
+    job: Job,
+    on_planned: Callable[[Planned], None] = lambda planned: None,
+    on_progress: Callable[[int, int], None] = lambda rows, total: None,
+) -> PlanIndex:
+    """The run's plan: the one that lies there if it is of this manifest and job, else a new one, frozen.
+
+    Raises UsageError for a directory of another job, with the differences field by field, and as `plan_manifest`.
+    """
+    index = load_index(run.plans, run.files)
+    if index is None:
+        index = _freeze(run, names, job, on_planned, on_progress)
+    _check_same(run, index, names, job, on_progress)
+    return index
+
+
+def fingerprint(job: Job, facts: Facts, manifest: Manifest) -> dict[str, str]:
+    """All that changes pixels, but for the rows themselves: model files, and every key of the job that is not free."""
+    fields = {"manifest.files": manifest.content_hash(), "model.family": facts.family}
+    fields |= {f"model.file:{name}": value for name, value in identity(job.model).items()}
+    fields["columns"] = json.dumps(dict(sorted(job.columns.items())), ensure_ascii=False)
+    for table, keys in job.model_dump().items():
+        if table not in _FREE:
+            fields |= {
+                f"{table}.{key}": json.dumps(value, ensure_ascii=False)
+                for key, value in keys.items()
+                if f"{table}.{key}" not in _FREE
+            }
+    return fields
+
+
+def _freeze(
+    run: RunDirectory,
+    names: Sequence[str | Path],
+    job: Job,
+    on_planned: Callable[[Planned], None],
+    on_progress: Callable[[int, int], None],
+) -> PlanIndex:
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
+    if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
+        raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
+    planned = plan_manifest(names, job, on_progress)
+    on_planned(planned)
+    for folder in (run.path, run.data, run.root, run.plans):
+        run.files.make_folder(folder)
+    run.files.probe(run.root)
+    surveyed = planned.draft.survey
+    prints = {
+        **fingerprint(job, planned.facts, surveyed.manifest),
+        "manifest.rows": surveyed.rows_digest,
+    }
+    return freeze(planned.draft, run.plans, run.files, job.model.path, job.model_dump(), prints, planned.rejections)
+
+
+def _check_same(
+    run: RunDirectory,
+    index: PlanIndex,
+    names: Sequence[str | Path],
+    job: Job,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Refuse a directory whose fingerprint is another one. A manifest whose files changed is read again: what
+    counts is whether it has the same rows."""
+    facts = facts_of(job.model)
+    manifest = open_manifest(names, job.columns)
+    ours, theirs = fingerprint(job, facts, manifest), dict(index.fingerprint)
+    rows = theirs.pop("manifest.rows")
+    if ours.pop("manifest.files") == theirs.pop("manifest.files"):
+        ours.pop("columns"), theirs.pop("columns")
+    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    lines = [f"  {name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} now" for name in differing]
+    if not differing and ours.get("columns") is not None:
+        now = plan_manifest(names, job, on_progress).draft.survey
+        if now.rows_digest != rows:
+            lines += _row_differences(index, now)
+    if lines:
+        raise UsageError(
+            f"{run.path} is the run directory of another job; it differs in\n" + "\n".join(lines) + "\n"
+            "Give the same manifest and options to resume it, or another directory with -o DIR"
+        )
+
+
+def _row_differences(index: PlanIndex, now: Survey) -> list[str]:
+    return [
+        f"  manifest: {index.num_rows} images of {index.num_rows + index.num_rejected} rows planned there, "
+        f"{now.num_images_total} now; some rows are other ones",
+    ]
+
+
+def _check_sampler(job: Job, facts: Facts) -> None:
+    if job.sampling.sampler is not None:
+        facts.sampler_facts(job.sampling.sampler)
+
+
+def _check_names(manifest: Manifest) -> None:
+    taken = [name for name in manifest.carried if name in RESERVED]
+    if taken:
+        raise UsageError(
+            f"manifest: column {taken[0]!r} has a name that batchgen's own metadata uses; carry it under another one "
+            f"with --set columns.manifest_{taken[0]}={taken[0]!r} or in the job file's [columns]"
+        )
+
+
+def _cost(job: Job, facts: Facts) -> Cost:
+    if job.plan.profile is not None:
+        return load_profile(Path(job.plan.profile))
+    return ConservativeModel() if facts.needs_torch else PatternModel()
+
+
+def _notes(surveyed: Survey, facts: Facts) -> list[str]:
+    notes = [facts.note] if facts.note else []
+    if surveyed.num_repeated_noise:
+        notes.append(
+            f"{surveyed.num_repeated_noise} images repeat another one's prompt, parameters and noise seed: "
+            "they will be equal (explicit seeds are kept as they are)"
+        )
+    if len(surveyed.redrawn.rows):
+        notes.append(f"{len(surveyed.redrawn.rows)} derived seeds met another of the same prompt and were drawn again")
+    return notes

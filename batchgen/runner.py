@@ -1,0 +1,94 @@
+"""A run from its manifest to its dataset: plan if new, work until done, finalize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.balance import Balance, take_balance
+from batchgen.encoders import EncoderPool, num_encoder_threads
+from batchgen.errors import UsageError
+from batchgen.finalize import SUCCESS, finalize
+from batchgen.generator import Generator, open_generator
+from batchgen.job import Job
+from batchgen.ledger import Ledger, this_process
+from batchgen.modes import settle_dtype
+from batchgen.plan import PlanIndex, PlanReader
+from batchgen.progress import Progress, Quiet
+from batchgen.rundir import Planned, RunDirectory, open_run
+from batchgen.stopping import Stop
+from batchgen.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended."""
+
+    balance: Balance
+    stopped_by: str
+    """The signal's name, "" if none came."""
+    may_wait: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
+        if self.balance.outstanding:
+            is_held = not self.may_wait and self.balance.held == self.balance.outstanding
+            return 0 if is_held and not self.stopped_by else 75
+        return 3 if self.balance.failed or self.balance.rejected else 0
+
+
+ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
+
+
+def run_job(
+    manifest: Sequence[str | Path],
+    out: Path,
+    job: Job,
+    *,
+    may_wait: bool = True,
+    stop: Stop | None = None,
+    on_planned: Callable[[Planned], None] = lambda planned: None,
+    on_reading: Callable[[int, int], None] = lambda rows, total: None,
+    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
+    progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
+) -> Ending:
+    """Make every row of a manifest that has not been made yet, in the run directory `out`.
+
+    Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
+    full or lost.
+    """
+    stop = stop or Stop()
+    run = RunDirectory(out)
+    index = open_run(run, manifest, job, on_planned, on_reading)
+    ledger = Ledger(run.root, run.files, this_process())
+    ledger.make_folders()
+    balance = take_balance(index, ledger, job.run.stale_after_s)
+    on_opened(index, balance)
+    if balance.outstanding and not stop.is_asked:
+        with progress(balance) as shown:
+            _work(run, index, job, ledger, stop, shown, may_wait=may_wait)
+        balance = take_balance(index, ledger, job.run.stale_after_s)
+    if not balance.outstanding and run.files.stat(run.path / SUCCESS) is None:
+        finalize(run)
+    return Ending(balance, stop.signal_name, may_wait)
+
+
+def _work(
+    run: RunDirectory, index: PlanIndex, job: Job, ledger: Ledger, stop: Stop, progress: Progress, *, may_wait: bool
+) -> None:
+    generator: Generator = open_generator(job)
+    settle_dtype(ledger, generator.versions.get("dtype"))
+    with EncoderPool(num_encoder_threads(job.output)) as pool:
+        reader = PlanReader(run.plans, index)
+        Worker(run, reader, job, ledger, generator, pool, stop, progress, may_wait).work()
+
+
+def default_directory(manifest: Sequence[str | Path]) -> Path:
+    """`<manifest's name>-out` in the current folder. Raises UsageError where several files leave no one name."""
+    if len(manifest) != 1 or any(letter in str(manifest[0]) for letter in "*?["):
+        raise UsageError("several manifest files were named; say where the results go with -o DIR")
+    name = Path(manifest[0]).resolve().name
+    return Path(f"{name.removesuffix('.parquet')}-out")

@@ -1,0 +1,136 @@
+"""The torch-free tables say what diffusers' real schedulers do."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import diffusers
+import pytest
+import tiny
+from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers, SchedulerMixin
+
+from batchgen.engine.samplers import NotAffineError, Samplers, probe
+from batchgen.errors import UsageError
+from batchgen.models import facts
+
+WIDEST = ("x", "x1", "e", "e1", "e2", "e3", "z")
+
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "sd1": tiny.SD1_SCHEDULER,
+    "sd2": tiny.SD2_SCHEDULER,
+    "bare pndm": {"_class_name": "PNDMScheduler"},
+    "bare ddim": {"_class_name": "DDIMScheduler"},
+    "clipping ddim": {"_class_name": "DDIMScheduler", "clip_sample": True},
+    "clipping heun": {"_class_name": "HeunDiscreteScheduler", "clip_sample": True},
+    "clip key in another class": {"_class_name": "EulerDiscreteScheduler", "clip_sample": True},
+    "thresholding": {"_class_name": "DDIMScheduler", "thresholding": True},
+    "third order": {"_class_name": "DPMSolverMultistepScheduler", "solver_order": 3},
+    "sde": {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"},
+    "deis": {"_class_name": "DEISMultistepScheduler", "solver_order": 1, "algorithm_type": "deis"},
+    "trailing v": tiny.SD2_SCHEDULER | {"timestep_spacing": "trailing", "rescale_betas_zero_snr": False},
+    "unipc": {"_class_name": "UniPCMultistepScheduler", "prediction_type": "epsilon"},
+}
+
+
+def samplers(scheduler: dict[str, Any]) -> Samplers:
+    """The samplers as a loaded pipeline has them: with what the pipeline corrects in its own scheduler."""
+    pipe = tiny.demo.build(scheduler=scheduler)
+    found = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
+    return Samplers(pipe.scheduler, found)
+
+
+def names() -> list[str]:
+    return [*facts.SAMPLERS, *(name for name in facts.SCHEDULERS if name != "LMSDiscreteScheduler")]
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_forms_and_evaluations(kind: str) -> None:
+    """A form means that the probe finds a table in it, no form that there is none in any form."""
+    made = samplers(SCHEDULERS[kind])
+    for name, steps in itertools.product(names(), (1, 2, 5, 9)):
+        known = made._facts.sampler_facts(name)
+        assert known.evaluations(steps) == len(made.scheduler(name, steps).timesteps), (name, steps)
+        if known.form:
+            assert made.table(name, steps).num_evaluations == known.evaluations(steps), (name, steps)
+        elif known.scheduler in facts._AFFINE and known.scheduler != "DPMSolverMultistepScheduler" and steps > 4:
+            with pytest.raises(NotAffineError):
+                probe(lambda name=name, steps=steps: made.scheduler(name, steps), WIDEST)
+
+
+@pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])
+def test_evaluations_of_any_step_count(spacing: str) -> None:
+    scheduler = tiny.SD1_SCHEDULER | {"timestep_spacing": spacing}
+    made = samplers(scheduler)
+    for cls in facts._AFFINE:
+        for steps in (*range(1, 150, 3), 61, 103, 121, 122, 999, 1000):
+            wanted = len(made.scheduler(cls, steps).timesteps)
+            assert made._facts.sampler_facts(cls).evaluations(steps) == wanted, (cls, steps)
+
+
+def test_every_term_of_a_form_is_used_by_someone() -> None:
+    made = samplers(tiny.SD2_SCHEDULER)
+    for name in facts.SAMPLERS:
+        table = made.table(name, 8)
+        used = [term for i, term in enumerate(table.form) if table.coefficients[:, i].abs().max() > 1e-4]
+        assert used == list(table.form), name
+
+
+def test_the_list_of_schedulers_is_diffusers_own() -> None:
+    """Those that declare themselves interchangeable in a pipeline, and the distilled models' two."""
+    interchangeable = {entry.name for entry in KarrasDiffusionSchedulers}
+    classes = [getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Scheduler")]
+    compatible = {
+        cls.__name__
+        for cls in classes
+        if issubclass(cls, SchedulerMixin) and interchangeable <= {*getattr(cls, "_compatibles", ())}
+    }
+    left_out = {
+        "CogVideoXDDIMScheduler": "of a video model",
+        "CogVideoXDPMScheduler": "of a video model",
+        "DPMSolverMultistepInverseScheduler": "goes from image to noise",
+        "DPMSolverSDEScheduler": "draws one noise for the whole batch",
+        "EDMEulerScheduler": "of models trained by EDM",
+        "CosineDPMSolverMultistepScheduler": "of an audio model",
+    }
+    wanted = (interchangeable | compatible | {"LCMScheduler", "TCDScheduler"}) - left_out.keys()
+    assert set(facts.SCHEDULERS) == wanted
+    assert all(hasattr(diffusers, name) for name in facts.SCHEDULERS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("eular", "did you mean 'euler'"),
+        ("UniPCScheduler", "UniPCMultistepScheduler"),
+        ("?", "known: ddim, pndm"),
+    ],
+)
+def test_unknown_samplers_are_refused(wrong: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=hint):
+        facts.PATTERN.sampler_facts(wrong)
+
+
+def test_a_folder_with_a_foreign_scheduler_is_refused() -> None:
+    with pytest.raises(UsageError, match="FlowMatchEulerDiscreteScheduler"):
+        facts.stable_diffusion({}, {}, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, 77)
+
+
+def test_facts_follow_the_folder() -> None:
+    vae = {"block_out_channels": [1, 2, 3, 4]}
+    made = facts.stable_diffusion({"sample_size": [96, 64]}, vae, tiny.SD2_SCHEDULER, 77)
+    assert (made.height, made.width, made.size_multiple, made.sampler) == (768, 512, 8, "DDIMScheduler")
+    assert [made.is_guided(scale) for scale in (-1.0, 0.0, 1.0, 1.01)] == [False, False, False, True]
+    assert made.max_steps == 1000
+
+
+def test_planning_needs_no_torch() -> None:
+    program = (
+        "import sys; import batchgen.models.facts, batchgen.models.folder, batchgen.models.tokens;"
+        "from batchgen.job import Model; from batchgen.models.folder import facts_of, identity;"
+        "facts_of(Model(path='demo')); identity(Model(path='pattern'));"
+        "sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,150 @@
+"""Tiny random pipelines in real diffusers folders, and batches to run them with."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+
+from batchgen.engine.engine import Engine
+from batchgen.job import Job, load_job
+from batchgen.models import demo
+from batchgen.models.facts import OWN_UPDATE, Facts
+from batchgen.records import Batch, Group, Row
+
+torch.set_num_threads(1)
+diffusers.utils.logging.set_verbosity_error()
+
+LONG = " ".join(f"word{i}" for i in range(200))
+
+SD1_SCHEDULER: dict[str, Any] = {
+    "_class_name": "PNDMScheduler",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "num_train_timesteps": 1000,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "trained_betas": None,
+}
+SD2_SCHEDULER: dict[str, Any] = SD1_SCHEDULER | {
+    "_class_name": "DDIMScheduler",
+    "prediction_type": "v_prediction",
+}
+SD2_UNET: dict[str, Any] = demo.UNET | {"use_linear_projection": True, "attention_head_dim": [2, 4]}
+
+
+def save(
+    folder: Path, unet: dict[str, Any] = demo.UNET, scheduler: dict[str, Any] = SD1_SCHEDULER, seed: int = 1
+) -> Path:
+    """A tiny pipeline's folder; its scheduler file holds the given keys and no others."""
+    demo.build(unet, scheduler, seed).save_pretrained(folder)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    return folder
+
+
+@functools.cache
+def _place() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tiny-")
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance)."""
+    unet, scheduler = {
+        "sd1": (demo.UNET, SD1_SCHEDULER),
+        "sd2": (SD2_UNET, SD2_SCHEDULER),
+        "lcm": (demo.UNET | {"time_cond_proj_dim": 16}, SD1_SCHEDULER | {"_class_name": "LCMScheduler"}),
+    }[kind]
+    return save(Path(_place().name) / kind, unet, scheduler)
+
+
+def job(path: Path | str, *overrides: str) -> Job:
+    return load_job(overrides=[f"model.path={path}", "engine.device=cpu", *overrides])
+
+
+@functools.cache
+def engine(kind: str) -> Engine:
+    return Engine(job(folder(kind)))
+
+
+@functools.cache
+def pipeline(kind: str) -> Any:
+    """diffusers' own pipeline of the folder, the reference of every parity test."""
+    return reference_pipeline(folder(kind))
+
+
+def reference_pipeline(path: Path, **options: Any) -> Any:
+    made = diffusers.StableDiffusionPipeline.from_pretrained(path, safety_checker=None, **options)
+    made.set_progress_bar_config(disable=True)
+    made.own_scheduler = made.scheduler
+    return made
+
+
+def row(index: int = 0, **values: Any) -> Row:
+    """A row of 64 x 64 with everything given a value."""
+    defaults: dict[str, Any] = {
+        "index": index,
+        "id": str(index),
+        "image_number": 0,
+        "prompt": f"a cat, number {index}",
+        "negative_prompt": None,
+        "width": 64,
+        "height": 64,
+        "steps": 3,
+        "guidance_scale": 5.0,
+        "sampler": "ddim",
+        "seed": 100 + index,
+    }
+    return Row(**(defaults | values))
+
+
+def batch(rows: Sequence[Row], facts: Facts, size: int | None = None) -> Batch:
+    """The batch as a planner would key it."""
+    first = rows[0]
+    form = facts.sampler_facts(first.sampler).form
+    own = {"sampler": first.sampler, "steps": first.steps} if form == OWN_UPDATE else {}
+    is_guided = facts.is_guided(first.guidance_scale)
+    group = Group(first.width, first.height, is_guided, facts.text_length, form, **own)
+    return Batch(0, size or len(rows), group, tuple(rows))
+
+
+def never() -> bool:
+    return False
+
+
+def denoise(made: Engine, rows: Sequence[Row], size: int | None = None) -> torch.Tensor:
+    return made.denoise(batch(rows, made.facts, size), never)
+
+
+def reference(pipe: Any, row: Row, facts: Facts, output_type: str = "latent") -> Any:
+    """What diffusers' pipeline makes of this one row."""
+    own, sampler = pipe.own_scheduler, facts.sampler_facts(row.sampler)
+    if sampler.scheduler == type(own).__name__ and not sampler.options:
+        pipe.scheduler = copy.deepcopy(own)
+    else:
+        pipe.scheduler = getattr(diffusers, sampler.scheduler).from_config(own.config, **sampler.options)
+    return pipe(
+        prompt=row.prompt,
+        negative_prompt=row.negative_prompt,
+        width=row.width,
+        height=row.height,
+        num_inference_steps=row.steps,
+        guidance_scale=row.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(row.seed),
+        output_type=output_type,
+    ).images
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest deviation, relative to the largest value."""
+    return float((left - right).abs().max() / right.abs().max())
