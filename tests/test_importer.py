@@ -228,6 +228,7 @@ FAULTS = {
         "k.csv",
         "prompt,seed\na,18446744073709551616\n",
     ): "column seed is '18446744073709551616'; a whole number from",
+    ("jj.csv", 'prompt,width\n"a\r\nb\n",1\nc,12x\n'): "line 5: column width is '12x'",
     ("kk.csv", "prompt,seed\na,5.0\n"): "column seed is '5.0'",
     ("l.csv", "prompt,seed\na,-2\n"): "column seed is '-2'",
     ("m.csv", "prompt,guidance_scale\na,nan\nb,1e999\nc,7_5\n"): "3 faults",

@@ -62,7 +62,9 @@ class JsonLines:
                 yield Record(number, _parsed(line, f"{self.path}, line {number}"), len(line))
 
     def _widened(self, name: str, value: object, line: int) -> pa.DataType:
-        known = self._types.get(name, pa.null())
+        known = self._types.get(name, _NULL)
+        if known is _SCALARS.get(type(value)):
+            return known
         try:
             return _merged(known, _type_of(value))
         except ValueError as error:
@@ -102,6 +104,10 @@ class JsonLines:
         return _json_text if name in self._as_text else _same
 
 
+_NULL = pa.null()
+_SCALARS = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), type(None): _NULL}
+
+
 def _json_text(value: object) -> str | None:
     return None if value is None else json.dumps(value, ensure_ascii=False)
 
@@ -116,7 +122,7 @@ def _same(value: object) -> object:
 
 def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line, object_pairs_hook=_without_twins, parse_constant=_refused, parse_float=_finite)
+        value = _DECODER.decode(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
@@ -147,20 +153,17 @@ def _finite(text: str) -> float:
     return value
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=_refused, parse_float=_finite)
+
+
 def _type_of(value: object) -> pa.DataType:
+    if (scalar := _SCALARS.get(type(value))) is not None:
+        return scalar
     match value:
-        case None:
-            return pa.null()
-        case bool():
-            return pa.bool_()
         case int():
             return _type_of_int(value)
-        case float():
-            return pa.float64()
-        case str():
-            return pa.string()
         case list():
-            return pa.list_(reduce(_merged, map(_type_of, value), pa.null()))
+            return pa.list_(reduce(_merged, map(_type_of, value), _NULL))
         case dict():
             return pa.struct([(name, _type_of(item)) for name, item in value.items()])
         case _:
