@@ -42,20 +42,29 @@ def samplers(scheduler: dict[str, Any]) -> Samplers:
     return Samplers(pipe.scheduler, found)
 
 
-def names() -> list[str]:
-    return [*facts.SAMPLERS, *(name for name in facts.SCHEDULERS if name != "LMSDiscreteScheduler")]
+NEEDS_SCIPY = {"LMSDiscreteScheduler"}
+IMPOSSIBLE = {
+    "sde": {"DEISMultistepScheduler", "SASolverScheduler"},
+    "deis": {"DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "SASolverScheduler"},
+}
+"""What diffusers itself refuses to make of such a folder."""
+NEVER_AFFINE = {"DDIMScheduler", "PNDMScheduler", "HeunDiscreteScheduler"}
+"""Without a form, these have no table in any form. (A third order solver has one, but for epsilon only.)"""
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_forms_and_evaluations(kind: str) -> None:
     """A form means that the probe finds a table in it, no form that there is none in any form."""
     made = samplers(SCHEDULERS[kind])
-    for name, steps in itertools.product(names(), (1, 2, 5, 9)):
+    names = {*facts.SAMPLERS, *facts.SCHEDULERS} - NEEDS_SCIPY - IMPOSSIBLE.get(kind, set())
+    for name, steps in itertools.product(sorted(names), (1, 2, 5, 9)):
         known = made._facts.sampler_facts(name)
+        if known.scheduler == "PNDMScheduler" and not known.form and steps < 4:
+            continue  # diffusers' Runge-Kutta start takes four steps
         assert known.evaluations(steps) == len(made.scheduler(name, steps).timesteps), (name, steps)
         if known.form:
             assert made.table(name, steps).num_evaluations == known.evaluations(steps), (name, steps)
-        elif known.scheduler in facts._AFFINE and known.scheduler != "DPMSolverMultistepScheduler" and steps > 4:
+        elif known.scheduler in NEVER_AFFINE:
             with pytest.raises(NotAffineError):
                 probe(lambda name=name, steps=steps: made.scheduler(name, steps), WIDEST)
 
@@ -64,7 +73,7 @@ def test_forms_and_evaluations(kind: str) -> None:
 def test_evaluations_of_any_step_count(spacing: str) -> None:
     scheduler = tiny.SD1_SCHEDULER | {"timestep_spacing": spacing}
     made = samplers(scheduler)
-    for cls in facts._AFFINE:
+    for cls in (*facts._AFFINE, "KDPM2DiscreteScheduler"):
         for steps in (*range(1, 150, 3), 61, 103, 121, 122, 999, 1000):
             wanted = len(made.scheduler(cls, steps).timesteps)
             assert made._facts.sampler_facts(cls).evaluations(steps) == wanted, (cls, steps)

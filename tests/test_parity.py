@@ -123,6 +123,13 @@ def test_embedded_guidance() -> None:
     assert worst("lcm", mixed("ddim", True)) < TOLERANCE
 
 
+def test_text_encoder_with_an_attention_mask() -> None:
+    assert worst("masked", mixed("ddim", True)) < TOLERANCE
+    rows = mixed("ddim", True)
+    masked, unmasked = (tiny.denoise(tiny.engine(kind), rows) for kind in ("masked", "sd1"))
+    assert tiny.difference(masked[0], unmasked[0]) > 10 * TOLERANCE
+
+
 def test_sizes_that_are_no_square() -> None:
     rows = [dataclasses.replace(row, width=72, height=120) for row in mixed("euler", True)]
     assert worst("sd1", rows) < TOLERANCE

@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from batchgen.engine.samplers import NotAffineError, Samplers, probe, update
+from batchgen.errors import UsageError
 from batchgen.models import facts
 
 
@@ -47,7 +48,6 @@ def test_ancestral_noise_has_the_schedulers_own_deviation(samplers: Samplers) ->
     assert torch.allclose(table.coefficients[:, 2], up, rtol=1e-4)
     assert table.draws.all()
     assert table.coefficients[-1, 2] == 0
-    assert table.noise_dtype is None
 
 
 def test_pndm_remembers_what_the_scheduler_remembers(samplers: Samplers) -> None:
@@ -96,18 +96,26 @@ def test_a_scheduler_that_bends_late_is_refused(samplers: Samplers) -> None:
         probe(bent, ("x", "e"))
 
 
-@pytest.mark.parametrize("algorithm", ["sde-dpmsolver++"])
-def test_noise_in_a_fixed_dtype_is_noticed(algorithm: str) -> None:
+def test_noise_in_a_dtype_of_its_own_is_refused() -> None:
     """The SDE solvers draw float32 whatever the network's dtype is."""
 
     def sde() -> diffusers.DPMSolverMultistepScheduler:
-        made = diffusers.DPMSolverMultistepScheduler.from_config(tiny.SD1_SCHEDULER, algorithm_type=algorithm)
+        options = {"algorithm_type": "sde-dpmsolver++"}
+        made = diffusers.DPMSolverMultistepScheduler.from_config(tiny.SD1_SCHEDULER, **options)
         made.set_timesteps(5)
         return made
 
-    table = probe(sde, ("x", "x1", "e", "e1", "z"))
-    assert table.noise_dtype == torch.float32
-    assert table.draws.all()
+    with pytest.raises(NotAffineError, match="dtype"):
+        probe(sde, ("x", "x1", "e", "e1", "z"))
+
+
+def test_a_scheduler_that_diffusers_cannot_make_is_a_usage_error() -> None:
+    scheduler = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"}
+    found = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
+    samplers = Samplers(diffusers.DPMSolverMultistepScheduler.from_config(scheduler), found)
+    with pytest.raises(UsageError, match="'DEISMultistepScheduler' cannot be made"):
+        samplers.scheduler("DEISMultistepScheduler", 5)
+    assert samplers.table("deis", 5).num_evaluations == 5
 
 
 def test_seeds_above_32_bits_share_the_noise_of_their_low_bits() -> None:

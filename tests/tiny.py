@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import torch
 
 from batchgen.engine.engine import Engine
@@ -44,10 +45,17 @@ SD2_UNET: dict[str, Any] = demo.UNET | {"use_linear_projection": True, "attentio
 
 
 def save(
-    folder: Path, unet: dict[str, Any] = demo.UNET, scheduler: dict[str, Any] = SD1_SCHEDULER, seed: int = 1
+    folder: Path,
+    unet: dict[str, Any] = demo.UNET,
+    scheduler: dict[str, Any] = SD1_SCHEDULER,
+    seed: int = 1,
+    uses_mask: bool = False,
 ) -> Path:
     """A tiny pipeline's folder; its scheduler file holds the given keys and no others."""
-    demo.build(unet, scheduler, seed).save_pretrained(folder)
+    made = demo.build(unet, scheduler, seed)
+    if uses_mask:
+        made.text_encoder.config.use_attention_mask = True
+    made.save_pretrained(folder)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
     return folder
 
@@ -59,13 +67,15 @@ def _place() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def folder(kind: str) -> Path:
-    """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance)."""
+    """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance) or
+    "masked" (padding hidden from the text encoder)."""
     unet, scheduler = {
+        "masked": (demo.UNET, SD1_SCHEDULER),
         "sd1": (demo.UNET, SD1_SCHEDULER),
         "sd2": (SD2_UNET, SD2_SCHEDULER),
         "lcm": (demo.UNET | {"time_cond_proj_dim": 16}, SD1_SCHEDULER | {"_class_name": "LCMScheduler"}),
     }[kind]
-    return save(Path(_place().name) / kind, unet, scheduler)
+    return save(Path(_place().name) / kind, unet, scheduler, uses_mask=kind == "masked")
 
 
 def job(path: Path | str, *overrides: str) -> Job:
@@ -83,11 +93,11 @@ def pipeline(kind: str) -> Any:
     return reference_pipeline(folder(kind))
 
 
-def reference_pipeline(path: Path, **options: Any) -> Any:
+def reference_pipeline(path: Path, device: str = "cpu", **options: Any) -> Any:
     made = diffusers.StableDiffusionPipeline.from_pretrained(path, safety_checker=None, **options)
     made.set_progress_bar_config(disable=True)
     made.own_scheduler = made.scheduler
-    return made
+    return made.to(device)
 
 
 def row(index: int = 0, **values: Any) -> Row:
@@ -148,3 +158,9 @@ def reference(pipe: Any, row: Row, facts: Facts, output_type: str = "latent") ->
 def difference(left: torch.Tensor, right: torch.Tensor) -> float:
     """The largest deviation, relative to the largest value."""
     return float((left - right).abs().max() / right.abs().max())
+
+
+def psnr(left: np.ndarray, right: np.ndarray) -> float:
+    """Peak signal-to-noise ratio of two uint8 pictures, in dB."""
+    error = np.mean((left.astype(float) - right.astype(float)) ** 2)
+    return float(10 * np.log10(255**2 / max(error, 1e-9)))

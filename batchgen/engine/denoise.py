@@ -28,12 +28,12 @@ class Lanes:
     form: tuple[str, ...]
     latents: Tensor
     """`[B, C, h, w]`, in the network's dtype; likewise the next three."""
-    previous: Tensor
-    """`[B, C, h, w]`: the latents one evaluation ago."""
+    previous: Tensor | None
+    """`[B, C, h, w]`: the latents one evaluation ago; None where the form has no x1."""
     earlier: Tensor
     """`[B, K, C, h, w]`: remembered predictions, the newest first, as many as the form names."""
     noise: Tensor
-    """`[B, n, C, h, w]`: step noise, drawn beforehand; n is 1 where the form has none."""
+    """`[B, n, C, h, w]`: step noise, drawn beforehand; n is 0 where the form has none."""
     position: Tensor
     """`[B]` int64: the evaluation a row is at."""
     evaluations: Tensor
@@ -80,9 +80,9 @@ def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Tab
     return Lanes(
         form=form,
         latents=latents,
-        previous=torch.zeros_like(latents),
+        previous=torch.zeros_like(latents) if "x1" in form else None,
         earlier=latents.new_zeros((len(rows), num_earlier, *latents.shape[1:])),
-        noise=torch.stack([_lengthen(later, n if "z" in form else 1) for _, later in drawn]),
+        noise=torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]),
         position=torch.zeros(len(rows), dtype=torch.int64, device=device),
         evaluations=torch.tensor([table.num_evaluations for table in tables], device=device),
         timesteps=beside([table.timesteps for table in tables]),
@@ -96,9 +96,9 @@ def _draw(model: StableDiffusion, row: Row, table: Table) -> tuple[Tensor, Tenso
     """A row's first noise `[1, C, h, w]` and step noise `[n, C, h, w]`, drawn in diffusers' order."""
     generator = torch.Generator("cpu").manual_seed(row.seed)
     first = model.noise(row, generator)
-    later = first.new_zeros((table.num_evaluations if "z" in table.form else 1, *first.shape[1:]))
+    later = first.new_zeros((table.num_evaluations if "z" in table.form else 0, *first.shape[1:]))
     for i in table.draws.nonzero().flatten().tolist():
-        later[i] = model.noise(row, generator, table.noise_dtype)[0]
+        later[i] = model.noise(row, generator)[0]
     return first, later
 
 
@@ -119,13 +119,16 @@ def step(model: StableDiffusion, lanes: Lanes, conditioning: Conditioning) -> No
         pushed = torch.cat([prediction[:, None], lanes.earlier[:, :-1]], dim=1)
         keeps = lanes.keeps[lane, at, None, None, None, None]
         lanes.earlier.copy_(torch.where(keeps, pushed, lanes.earlier))
-    lanes.previous.copy_(lanes.latents)
+    if lanes.previous is not None:
+        lanes.previous.copy_(lanes.latents)
     lanes.latents.copy_(torch.where(is_running, moved, lanes.latents))
     lanes.position.add_(1)
 
 
 def _terms(lanes: Lanes, prediction: Tensor, lane: Tensor, at: Tensor) -> list[Tensor]:
-    values = {"x": lanes.latents, "x1": lanes.previous, "e": prediction}
+    values = {"x": lanes.latents, "e": prediction}
+    if lanes.previous is not None:
+        values["x1"] = lanes.previous
     values |= {name: lanes.earlier[:, k] for k, name in enumerate(_EARLIER[: lanes.earlier.shape[1]])}
     if "z" in lanes.form:
         values["z"] = lanes.noise[lane, at]

@@ -50,8 +50,6 @@ class Table:
     """`[n]` bool: whether evaluation i's prediction is remembered; e1 is the last remembered one."""
     draws: Tensor
     """`[n]` bool: whether evaluation i draws noise from the row's generator."""
-    noise_dtype: torch.dtype | None
-    """In which the noise is drawn; None is the network's own."""
     init_scale: float
     """The first latents are unit noise times this."""
 
@@ -70,7 +68,7 @@ class Samplers:
         self._tables: dict[tuple[str, int], Table] = {}
 
     def scheduler(self, name: str, steps: int, device: torch.device | str = "cpu") -> Scheduler:
-        """A scheduler of its own, with its timesteps set. Raises UsageError where it lacks a library."""
+        """A scheduler of its own, with timesteps set. Raises UsageError where diffusers cannot make it."""
         if name not in self._templates:
             self._templates[name] = self._build(name)
         scheduler = copy.deepcopy(self._templates[name])
@@ -91,8 +89,9 @@ class Samplers:
             return self._own
         try:
             return getattr(diffusers, facts.scheduler).from_config(self._own.config, **facts.options)
-        except ImportError as error:
-            raise UsageError(f"sampler {name!r} cannot run here: {error}") from None
+        except (ImportError, NotImplementedError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UsageError(f"sampler {name!r} cannot be made of this model's scheduler: {reason}") from None
 
 
 def step_arguments(scheduler: Scheduler, generator: object) -> dict[str, object]:
@@ -122,25 +121,21 @@ class _Evaluation:
     over_latents: Tensor
     over_predictions: Tensor
     over_noise: float
+    draws_noise: bool
     input_scale: float
-    noise_dtype: torch.dtype | None
-    """None: no noise was drawn."""
 
 
 def _read(scheduler: Scheduler, form: tuple[str, ...]) -> Table:
     evaluations = _evaluate_units(scheduler)
     kept = sorted({j for i, e in enumerate(evaluations) for j in _used(e.over_predictions) if j < i})
     rows = [_row(i, evaluation, kept, form) for i, evaluation in enumerate(evaluations)]
-    dtypes = {evaluation.noise_dtype for evaluation in evaluations} - {None}
-    assert len(dtypes) <= 1
     return Table(
         form=form,
         timesteps=scheduler.timesteps.to(torch.float32),
         input_scale=torch.tensor([evaluation.input_scale for evaluation in evaluations]),
         coefficients=torch.tensor(rows, dtype=torch.float32),
         keeps=torch.tensor([i in kept for i in range(len(evaluations))]),
-        draws=torch.tensor([evaluation.noise_dtype is not None for evaluation in evaluations]),
-        noise_dtype=torch.float32 if dtypes == {torch.float32} else None,
+        draws=torch.tensor([evaluation.draws_noise for evaluation in evaluations]),
         init_scale=float(scheduler.init_noise_sigma),
     )
 
@@ -158,29 +153,26 @@ def _evaluate_units(scheduler: Scheduler) -> list[_Evaluation]:
         input_scale = float(scheduler.scale_model_input(latents, timestep)[0, i])
         before = generator.get_state()
         moved = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0].flatten()
-        noise = _drawn(before, generator.get_state(), prediction.shape)
+        draws_noise = not torch.equal(before, generator.get_state())
         over_noise = 0.0
-        if noise is not None:
-            reserved = noise.flatten().double()[2 * n :]
+        if draws_noise:
+            noise = _drawn(before, generator.get_state(), prediction).flatten()
+            reserved = noise[2 * n :]
             over_noise = float(moved[2 * n :] @ reserved / (reserved @ reserved))
-            moved = moved - over_noise * noise.flatten().double()
+            moved = moved - over_noise * noise
         moved = torch.where(moved.abs() > _ZERO * moved.abs().max(), moved, 0.0)
-        dtype = None if noise is None else noise.dtype
-        evaluations.append(_Evaluation(moved[:n], moved[n : 2 * n], over_noise, input_scale, dtype))
+        evaluations.append(_Evaluation(moved[:n], moved[n : 2 * n], over_noise, draws_noise, input_scale))
     return evaluations
 
 
-def _drawn(before: Tensor, after: Tensor, shape: torch.Size) -> Tensor | None:
-    """The noise that took a generator from one state to another; the dtype tells itself by the state."""
-    if torch.equal(before, after):
-        return None
+def _drawn(before: Tensor, after: Tensor, like: Tensor) -> Tensor:
+    """The noise that took a generator from one state to another."""
     generator = torch.Generator("cpu")
-    for dtype in (torch.float64, torch.float32):
-        generator.set_state(before)
-        noise = torch.randn(shape, generator=generator, dtype=dtype)
-        if torch.equal(generator.get_state(), after):
-            return noise
-    raise NotAffineError("the scheduler draws noise otherwise than once per evaluation in the latents' shape")
+    generator.set_state(before)
+    noise = torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    if not torch.equal(generator.get_state(), after):
+        raise NotAffineError("the scheduler draws noise otherwise than once, in the latents' shape and dtype")
+    return noise
 
 
 def _used(coefficients: Tensor) -> list[int]:
@@ -194,7 +186,7 @@ def _row(i: int, evaluation: _Evaluation, kept: list[int], form: tuple[str, ...]
     for j in _used(evaluation.over_predictions):
         name = "e" if j == i else f"e{1 + earlier.index(j)}"
         values[name] = float(evaluation.over_predictions[j])
-    if evaluation.noise_dtype is not None:
+    if evaluation.draws_noise:
         values["z"] = evaluation.over_noise
     strangers = values.keys() - set(form)
     if strangers:

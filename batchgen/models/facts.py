@@ -69,9 +69,14 @@ class Facts:
         """Facts of a sampler by name. Raises UsageError, with the nearest name, if there is none."""
         if name in self.samplers:
             return self.samplers[name]
-        near = difflib.get_close_matches(name, self.samplers, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.samplers)}"
+        known = {_plain(known): known for known in reversed(list(self.samplers))}
+        near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
+        hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(self.samplers)}"
         raise UsageError(f"there is no sampler {name!r}; {hint}")
+
+
+def _plain(sampler: str) -> str:
+    return sampler.lower().removesuffix("scheduler")
 
 
 SAMPLERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
@@ -80,7 +85,7 @@ SAMPLERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "euler": ("EulerDiscreteScheduler", {}),
     "euler_ancestral": ("EulerAncestralDiscreteScheduler", {}),
     "heun": ("HeunDiscreteScheduler", {}),
-    "deis": ("DEISMultistepScheduler", {}),
+    "deis": ("DEISMultistepScheduler", {"algorithm_type": "deis"}),
     "dpmpp_2m": (
         "DPMSolverMultistepScheduler",
         {"algorithm_type": "dpmsolver++", "solver_order": 2, "use_karras_sigmas": False},
@@ -181,7 +186,7 @@ def _evaluations(cls: str, config: Config, scheduler: Config) -> Callable[[int],
     if cls == "PNDMScheduler" and config["skip_prk_steps"]:
         return lambda steps: timesteps(steps) + 1 if steps > 1 else 1
     if cls == "PNDMScheduler":
-        return lambda steps: 4 * min(timesteps(steps), 4) - 4 + max(timesteps(steps) - 3, 0)
+        return lambda steps: timesteps(steps) + 9
     return timesteps
 
 
