@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from batchgen.disk import write_table
 from batchgen.encoders import EncoderPool
-from batchgen.errors import BatchgenError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.generator import DeviceLost, Dropped, Generator, OutOfMemory
 from batchgen.job import Job
 from batchgen.ledger import COMMITTED, Ledger, Receipt, ShardState, stem
@@ -32,6 +32,8 @@ from batchgen.writer import PartWriter
 HEARTBEAT_S = 30.0
 POLL_S = 1.0
 """Between looks at shards that others hold."""
+_FATAL = (Dropped, DeviceLost, UsageError, Interrupted)
+"""What a model raises that is no row's fault."""
 COMMIT_RESERVE_S = 5.0
 """Of the grace, kept for the commit."""
 
@@ -104,11 +106,11 @@ class Worker:
             outcomes = self._generate(batch)
         except OutOfMemory as error:
             return self._make_halves(batch, error)
-        except (Dropped, DeviceLost, BatchgenError):
+        except _FATAL:
             raise
         except Exception as error:
-            if len(batch.rows) == 1 and batch.size == 1:
-                self.progress.say(f"row {batch.rows[0].id!r} raised {type(error).__name__}: {error}")
+            rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
+            self.progress.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
             return [self._make_alone(batch, row) for row in batch.rows]
         return [one if isinstance(one, Image) else self._make_alone(batch, one.row) for one in outcomes]
 
@@ -116,7 +118,7 @@ class Worker:
         """A row tried again without its neighbours, in the bucket that was planned for it."""
         try:
             (outcome,) = self._generate(replace(batch, rows=(row,)))
-        except (Dropped, DeviceLost, BatchgenError):
+        except _FATAL:
             raise
         except Exception as error:
             outcome = Failure(row, type(error).__name__, str(error))
