@@ -184,5 +184,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the pixels' last bits depend on: the GPU's model, or the kind of processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    """What the pixels' last bits depend on: the GPU's model, or the kind of processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"
