@@ -28,13 +28,17 @@ _SIDES = (
     (512, (2048, 1984, 1920, 1856)),
     (576, (1792, 1728, 1664)),
     (640, (1600, 1536)),
-    (704, (1472, 1408, 1344)),
+    (704, (1472, 1408)),
     (768, (1344, 1280)),
     (832, (1216, 1152)),
     (896, (1152, 1088)),
     (960, (1088, 1024)),
 )
-SIZES = tuple(size for short, longs in _SIDES for long in longs for size in ((short, long), (long, short)))
+SIZES = (
+    *(size for short, longs in _SIDES for long in longs for size in ((short, long), (long, short))),
+    (704, 1344),
+    (1024, 1024),
+)
 """40 shapes of about a megapixel, multiples of 64, as SDXL was trained on (Podell et al. 2023, appendix I)."""
 
 _CHUNK_ROWS = 500_000
@@ -67,7 +71,8 @@ class PlanBench:
         yield f"check, identify, group and cut  {self.check_and_cut_s:7.1f} s"
         yield f"freeze the plan                 {self.freeze_s:7.1f} s  ({self.plan_bytes / 1e6:,.0f} MB)"
         yield f"total                           {self.total_s:7.1f} s"
-        yield f"peak resident memory            {self.peak_bytes / 1e9:7.2f} GB ({self.peak_bytes / self.rows:.0f} bytes a row)"
+        per_row = self.peak_bytes / self.rows
+        yield f"peak resident memory            {self.peak_bytes / 1e9:7.2f} GB ({per_row:.0f} bytes a row)"
         yield f"open one of {self.shards:,} shards       {self.open_shard_s * 1e3:7.1f} ms"
 
 
@@ -89,11 +94,8 @@ def write_manifest(path: Path, num_rows: int) -> None:
 
 
 def _chunk(random: np.random.Generator, start: int, count: int) -> pa.Table:
-    words = [random.integers(0, len(choice), count) for choice in (_SUBJECTS, _SETTINGS, _STYLES)]
-    parts = [
-        pa.array(choice).take(pa.array(index))
-        for choice, index in zip((_SUBJECTS, _SETTINGS, _STYLES), words, strict=True)
-    ]
+    choices = [pa.array(words) for words in (_SUBJECTS, _SETTINGS, _STYLES)]
+    parts = [words.take(pa.array(random.integers(0, len(words), count))) for words in choices]
     number = pa.array(np.arange(start, start + count)).cast(pa.string())
     sizes = np.array(SIZES, np.int32)[random.integers(0, len(SIZES), count)]
     return pa.table(
