@@ -19,7 +19,7 @@ from batchgen.models.facts import Facts
 
 MAX_SIZE = 32_768
 MAX_STEPS = 1_000
-"""diffusers' schedules are cut from 1,000 training timesteps."""
+"""Where the model does not say how many timesteps it was trained with."""
 MAX_IMAGES = 1_000_000
 
 Ints = npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class _Check:
         negative = self._negative_prompt(guidance)
         asked_width, width = self._size("width", job.width or facts.width)
         asked_height, height = self._size("height", job.height or facts.height)
-        steps = self._count("steps", job.steps or facts.steps, MAX_STEPS)
+        steps = self._count("steps", job.steps or facts.steps, facts.max_steps or MAX_STEPS)
         num_images = self._count("num_images", job.num_images, MAX_IMAGES)
         sampler = self._sampler(job.sampler or facts.sampler)
         seed, has_seed = self._seed()

@@ -61,7 +61,7 @@ class PatternModel:
     is_measured: bool = False
 
     def seconds(self, group: Group, size: int) -> Seconds:
-        return Seconds(fixed_s=size * (0.001 + 30e-9 * group.width * group.height), evaluation_s=0.0)
+        return Seconds(fixed_s=0.001 + size * (0.001 + 30e-9 * group.width * group.height), evaluation_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from batchgen.errors import Interrupted, UsageError
 
 _RESUMABLE = {
     errno.ENOSPC: "the disk is full",
+    errno.EFBIG: "the file may not grow that large",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the disk reports an input/output error",
