@@ -30,7 +30,7 @@ def decoded(column: pa.Array) -> pa.Array:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        return decoded(column.dictionary).take(column.indices)
     if is_text(column.type):
         return column.cast(pa.large_string())
     return column
