@@ -26,7 +26,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _JOB_OPTIONS = [
     click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
     click.option("--model", help='"demo", "pattern", a diffusers folder or a hub id.'),
-    click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"])),
+    click.option(
+        "--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), help="Of the images."
+    ),
     click.option("--on-bad-row", type=click.Choice(["stop", "skip"]), help="Refuse the manifest, or leave rows out."),
     click.option("--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded."),
     click.option("--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut."),
@@ -108,7 +110,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
 @_with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Check MANIFEST and print its groups, batches, padding, images, bytes and files; nothing is written.
+    """Check MANIFEST and print what a run would make of it; nothing is written.
 
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
@@ -154,7 +156,7 @@ def status(directory: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 def verify(directory: Path) -> NoReturn:
-    """Hash and decode every image in DIRECTORY again and name each that is missing, damaged or foreign.
+    """Read every image in DIRECTORY again and name what is missing, damaged or foreign.
 
     \b
     Example: batchgen verify prompts-out
@@ -177,7 +179,7 @@ def verify(directory: Path) -> NoReturn:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
 def finalize(directory: Path, partial: bool) -> None:
-    """Write DIRECTORY's tables, dataset card and _SUCCESS (a run does this itself at its end).
+    """Write DIRECTORY's tables, card and _SUCCESS; a run does this itself at its end.
 
     \b
     Example: batchgen finalize prompts-out --partial
@@ -224,7 +226,7 @@ def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--split", help="Of a data set.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
-    """Make a Parquet manifest of SOURCE: a csv, tsv, jsonl or txt file, or a `datasets` name or folder.
+    """Make a Parquet manifest of a csv, tsv, jsonl or txt file, or of a data set.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption
