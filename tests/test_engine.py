@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from batchgen.engine.denoise import load_lanes
@@ -19,6 +18,7 @@ from batchgen.models import demo
 from batchgen.models.folder import facts_of
 from batchgen.models.tokens import count_tokens, load_tokenizer
 from batchgen.records import Failure, Image, Outcome, Row
+from tests import tiny
 
 
 def generate(engine: Engine, rows: Sequence[Row], size: int | None = None) -> list[Outcome]:

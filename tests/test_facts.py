@@ -9,12 +9,12 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers, SchedulerMixin
 
 from batchgen.engine.samplers import NotAffineError, Samplers, probe
 from batchgen.errors import UsageError
 from batchgen.models import facts
+from tests import tiny
 
 WIDEST = ("x", "x1", "e", "e1", "e2", "e3", "z")
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
 from batchgen.engine.engine import Engine
@@ -17,6 +16,7 @@ from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models import facts, hashes
 from batchgen.models.folder import facts_of, find_model, identity
+from tests import tiny
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.records import Image, Row
+from tests import tiny
 
 pytestmark = pytest.mark.gpu
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 
 from batchgen.models import facts
 from batchgen.records import Image, Row
+from tests import tiny
 
 AFFINE = [*facts.SAMPLERS, "own"]
 OWN = ["UniPCMultistepScheduler", "DDPMScheduler", "LCMScheduler", "KDPM2AncestralDiscreteScheduler"]

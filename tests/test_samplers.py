@@ -7,12 +7,12 @@ import dataclasses
 
 import diffusers
 import pytest
-import tiny
 import torch
 
 from batchgen.engine.samplers import NotAffineError, Samplers, probe, update
 from batchgen.errors import UsageError
 from batchgen.models import facts
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
