@@ -178,18 +178,18 @@ class _Check:
 
     def _size(self, column: str, default: int) -> tuple[Ints, Ints]:
         facts = self.rules.facts
-        asked = np.full(self.num, default)
+        asked, is_no_size = np.full(self.num, default), np.zeros(self.num, bool)
         if column in self.columns:
             parsed, is_negative = integers(self.columns[column])
-            is_bad = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
-            self._refuse(column, is_bad, f"must be a whole number of pixels up to {MAX_SIZE}")
-            asked = _filled(parsed, is_bad, default)
+            is_no_size = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
+            self._refuse(column, is_no_size, f"must be a whole number of pixels up to {MAX_SIZE}")
+            asked = _filled(parsed, is_no_size, default)
         made = asked
         if self.rules.job.plan.size_policy == "round":
             multiple = facts.size_multiple
             rounded = (asked + multiple // 2) // multiple * multiple
             made = np.where(asked > 0, np.maximum(rounded, facts.min_size), asked)
-        is_bad = self.is_good & ((made < facts.min_size) | (made % facts.size_multiple != 0))
+        is_bad = ~is_no_size & ((made < facts.min_size) | (made % facts.size_multiple != 0))
         self._refuse(
             column,
             is_bad,

@@ -99,6 +99,8 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
             f"{holder.heartbeat_age_s:.0f} s ago"
         )
+    if ending.balance.cut:
+        _say(ending.balance.cut_note())
     if ending.stopped_by and ending.balance.outstanding:
         _say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())

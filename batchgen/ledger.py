@@ -101,6 +101,8 @@ class Receipt:
     part_sha256: str = ""
     table_sha256: str = ""
     """Of the row table, `.run/work/<shard>-<epoch>.rows.parquet`."""
+    num_cut: int = 0
+    """Rows made without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
     is_readable: bool = True

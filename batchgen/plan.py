@@ -27,6 +27,7 @@ from batchgen.columns import is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.manifest import Manifest
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Batch, Group, Row
@@ -221,14 +222,9 @@ def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
 
 
 def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[PlanFile]:
-    carried = drafted.survey.manifest.schema
-    schema = COLUMNS
-    for name in drafted.survey.manifest.carried:
-        schema = schema.append(pa.field(CARRIED + name, carried.field(name).type))
-    shard_start = drafted.cut.shard_row_start
-    spilled = Reorder(folder, schema, part_bounds(shard_start))
+    spilled = Reorder(folder, row_schema(drafted.survey.manifest), part_bounds(drafted.cut.shard_row_start))
     with resumable(folder):
-        for table, ranks in _plan_rows(drafted, schema):
+        for table, ranks in plan_rows(drafted):
             spilled.add(table, ranks)
         shards = _shards(spilled.parts(), drafted.cut)
         with ThreadPoolExecutor(WRITERS) as pool:
@@ -255,9 +251,16 @@ def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSyste
     return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, first, len(shards))
 
 
-def _plan_rows(drafted: Draft, schema: pa.Schema) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
-    """All images in manifest order as tables of `schema`, with their ranks."""
+def row_schema(manifest: Manifest) -> pa.Schema:
+    """`COLUMNS` and the manifest's own columns."""
+    carried = [pa.field(CARRIED + name, manifest.schema.field(name).type) for name in manifest.carried]
+    return pa.schema([*COLUMNS, *carried])
+
+
+def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `row_schema`, with their ranks."""
     survey = drafted.survey
+    schema = row_schema(survey.manifest)
     row, image = 0, 0
     for checked, batch, good in survey.batches():
         rows = slice(row, row + len(good))

@@ -258,6 +258,7 @@ class _ShardRun:
             part_bytes=part.bytes,
             part_sha256=part.sha256,
             table_sha256=table_sha256,
+            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
             versions=dict(self.worker.generator.versions),
         )
 
