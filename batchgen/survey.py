@@ -266,7 +266,7 @@ def _noise_keys(
     settled: Survey, content: npt.NDArray[np.uint32], noise: npt.NDArray[np.uint32], has_seed: Bools
 ) -> tuple[U64, Bools]:
     """Per image, in slices so that the arithmetic's temporaries stay small."""
-    keys, derived = [], []
+    keys, derived = [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
     for start in range(0, len(content), _SLICE):
         rows = slice(start, start + _SLICE)
         drawn = settled.seeds(rows, noise[rows].astype(np.uint64), has_seed[rows])
