@@ -15,12 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Bools = npt.NDArray[np.bool_]
-_LISTS: tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], pa.DataType]], ...] = (
-    (pa.types.is_list, pa.list_),
-    (pa.types.is_large_list, pa.large_list),
-    (pa.types.is_list_view, pa.list_view),
-    (pa.types.is_large_list_view, pa.large_list_view),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,36 +79,40 @@ def shown(cell: pa.Scalar) -> str:
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """The column in types whose every value Python can hold: dates and times, at whatever depth, are texts as Arrow
-    writes them (in UTC), dictionaries and extension types what they stand for."""
+    """The column in types whose every value Python can hold and Arrow can pick: dates and times, at whatever depth,
+    are texts as Arrow writes them (in UTC), dictionaries and extension types what they stand for, views none."""
     column = decoded(column)
-    utc, plain_type = _plain_type(column.type, is_final=False), _plain_type(column.type, is_final=True)
-    return column.cast(utc).cast(plain_type) if plain_type != column.type else column
+    utc = replaced(column.type, _in_utc)
+    return column.cast(utc).cast(replaced(utc, lambda kind: pa.string() if pa.types.is_temporal(kind) else kind))
 
 
-def _plain_type(kind: pa.DataType, *, is_final: bool) -> pa.DataType:
-    """What `plain` makes of a type; before its last step, time zones are UTC and times are no text yet."""
-
-    def within(part: pa.DataType) -> pa.DataType:
-        return _plain_type(part, is_final=is_final)
-
+def _in_utc(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
-        return within(kind.storage_type)
+        return kind.storage_type
     if pa.types.is_dictionary(kind):
-        return within(kind.value_type)
-    if pa.types.is_timestamp(kind) and not is_final:
-        return pa.timestamp(kind.unit, "UTC" if kind.tz else None)
-    if pa.types.is_temporal(kind) and is_final:
-        return pa.string()
+        return kind.value_type
+    return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else without_views(kind)
+
+
+def without_views(kind: pa.DataType) -> pa.DataType:
+    """The type itself, but for views of texts and bytes, among which Arrow cannot pick rows."""
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+
+
+def replaced(kind: pa.DataType, replace: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type with `replace` applied to it and to each type within, from the outside in, as often as it changes one."""
+    while (changed := replace(kind)) != kind:
+        kind = changed
     if pa.types.is_struct(kind):
-        return pa.struct([part.with_type(within(part.type)) for part in kind])
+        return pa.struct([part.with_type(replaced(part.type, replace)) for part in kind])
     if pa.types.is_map(kind):
-        return pa.map_(within(kind.key_type), within(kind.item_type))
+        return pa.map_(replaced(kind.key_type, replace), replaced(kind.item_type, replace))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(within(kind.value_type), kind.list_size)
-    for is_kind, of in _LISTS:
-        if is_kind(kind):
-            return of(within(kind.value_type))
+        return pa.list_(replaced(kind.value_type, replace), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(replaced(kind.value_type, replace))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(replaced(kind.value_type, replace))
     return kind
 
 

@@ -11,12 +11,13 @@ import glob
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.columns import is_text
+from batchgen.columns import is_text, replaced, without_views
 from batchgen.errors import UsageError
 
 PARAMETERS = (
@@ -135,8 +136,9 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
         if twice := _repeated_name(schema):
             raise UsageError(f"{path}: column {twice!r} is there twice; give each column a name of its own")
         for field in schema:
+            kept = field.with_type(replaced(field.type, partial(_carriable, path=path, column=field.name)))
             for name in (name for name, source in sources.items() if source == field.name):
-                _merge(fields, field.with_name(name), path, files)
+                _merge(fields, kept.with_name(name), path, files)
     return Manifest(
         files=files,
         first_rows=tuple(sum(counts[:number]) for number in range(len(counts))),
@@ -185,6 +187,13 @@ def _merge(fields: dict[str, pa.Field], field: pa.Field, path: Path, files: tupl
             f"({files[0]} is the first); files of one manifest agree about their columns"
         ) from None
     fields[field.name] = unified.field(0)
+
+
+def _carriable(kind: pa.DataType, path: Path, column: str) -> pa.DataType:
+    # Arrow gets rows of list views wrong when it casts them.
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        raise UsageError(f"{path}: column {column!r} holds the Arrow type {kind}, which cannot be carried; write lists")
+    return without_views(kind)
 
 
 def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
