@@ -79,7 +79,8 @@ class FileSystem:
                 if settled is None:
                     raise
                 is_ours = settled == content
-            os.unlink(temp)
+            # It may be gone: a lost reply, or a sweep that saw its slot.
+            self.remove(temp)
             self.sync_folder(path.parent)
         return is_ours
 
@@ -141,12 +142,13 @@ class FileSystem:
                 os.close(handle)
 
     def publish_file(self, source: Path, target: Path) -> None:
-        """Give a durable file a second name; doing it twice is harmless."""
+        """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
         with resumable(target):
             try:
                 os.link(source, target)
-            except FileExistsError:
-                return
+            except (FileExistsError, FileNotFoundError):
+                if not target.exists():
+                    raise
             self.sync_folder(target.parent)
 
     def publish_folder(self, source: Path, target: Path) -> None:

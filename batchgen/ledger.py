@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -121,7 +122,7 @@ def stem(shard: int, epoch: int) -> str:
 def unstem(name: str) -> tuple[int, int] | None:
     """Shard and epoch of a slot's name, None for any other name."""
     shard, dash, epoch = name.partition("-")
-    is_name = dash and shard.isdigit() and epoch.isdigit() and stem(int(shard), int(epoch)) == name
+    is_name = dash and shard.isdecimal() and epoch.isdecimal() and stem(int(shard), int(epoch)) == name
     return (int(shard), int(epoch)) if is_name else None
 
 
@@ -253,6 +254,9 @@ class Ledger:
         return None
 
     def _now_s(self) -> float:
+        """The file system's clock, by a file that is touched; an onlooker writes nothing and takes its host's."""
+        if self.owner is None:
+            return time.time()
         probe = self.root / "claims" / f"now.{self._me.token}.tmp"
         if self.files.stat(probe) is None:
             self.files.write(probe, b"")

@@ -241,8 +241,9 @@ def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[Pl
 
 def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
     repeated = ["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"]
+    options = {"use_dictionary": repeated, "write_statistics": False, "write_page_checksum": True}
     with resumable(path), path.open("xb+") as file:
-        with pq.ParquetWriter(file, shards[0].schema, use_dictionary=repeated, write_statistics=False) as writer:
+        with pq.ParquetWriter(file, shards[0].schema, **options) as writer:
             for shard in shards:
                 writer.write_table(shard, row_group_size=shard.num_rows)
         files.sync_file(file)
@@ -344,9 +345,9 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with resumable(path), pq.ParquetFile(path) as opened:
+            with resumable(path), pq.ParquetFile(path, page_checksum_verification=True) as opened:
                 table = opened.read_row_group(number - file.first_shard)
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
+        except (OSError, pa.ArrowException) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
         return table.cast(pa.schema([_short(field) for field in table.schema]))
 
