@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.version import VERSION
 
 if TYPE_CHECKING:
@@ -90,10 +91,12 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             )
         except StopNow:
             _end_now(directory, stop.signal_name)
-        except Interrupted as error:
-            _say(f"batchgen: {error}")
+        except UsageError:
+            raise
+        except Exception as error:
+            _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             _say_balance(directory)
-            sys.exit(Interrupted.exit_code)
+            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
         _say(
             f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
