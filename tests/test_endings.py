@@ -138,6 +138,7 @@ def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     while not list(out.glob(".run/claims/*")):
         assert process.is_running
         time.sleep(0.01)
+    time.sleep(0.5)
     process.signal(signal.SIGTERM)
     time.sleep(2.2)
     process.signal(signal.SIGTERM)
