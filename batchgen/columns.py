@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+Column = TypeVar("Column", pa.Array, pa.ChunkedArray)
 Bools = npt.NDArray[np.bool_]
 
 
@@ -81,9 +82,18 @@ def shown(cell: pa.Scalar) -> str:
 def plain(column: pa.Array) -> pa.Array:
     """The column in types whose every value Python can hold and Arrow can pick: dates and times, at whatever depth,
     are texts as Arrow writes them (in UTC), dictionaries and extension types what they stand for, views none."""
-    column = decoded(column)
-    utc = replaced(column.type, _in_utc)
-    return column.cast(utc).cast(replaced(utc, lambda kind: pa.string() if pa.types.is_temporal(kind) else kind))
+    in_utc = retyped(decoded(column), _in_utc)
+    return retyped(in_utc, lambda kind: pa.string() if pa.types.is_temporal(kind) else kind)
+
+
+def retyped(column: pa.Array, replace: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
+    """The column in its type as `replaced` makes it."""
+    return as_type(column, replaced(column.type, replace))
+
+
+def as_type(column: Column, kind: pa.DataType) -> Column:
+    """The column itself if it has the type, else cast: Arrow's cast of nulls within structs to their own type fails."""
+    return column if column.type == kind else column.cast(kind)
 
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
@@ -103,16 +113,20 @@ def replaced(kind: pa.DataType, replace: Callable[[pa.DataType], pa.DataType]) -
     """A type with `replace` applied to it and to each type within, from the outside in, as often as it changes one."""
     while (changed := replace(kind)) != kind:
         kind = changed
+
+    def within(field: pa.Field) -> pa.Field:
+        return field.with_type(replaced(field.type, replace))
+
     if pa.types.is_struct(kind):
-        return pa.struct([part.with_type(replaced(part.type, replace)) for part in kind])
+        return pa.struct([within(field) for field in kind])
     if pa.types.is_map(kind):
-        return pa.map_(replaced(kind.key_type, replace), replaced(kind.item_type, replace))
+        return pa.map_(within(kind.key_field), within(kind.item_field))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(replaced(kind.value_type, replace), kind.list_size)
+        return pa.list_(within(kind.value_field), kind.list_size)
     if pa.types.is_list(kind):
-        return pa.list_(replaced(kind.value_type, replace))
+        return pa.list_(within(kind.value_field))
     if pa.types.is_large_list(kind):
-        return pa.large_list(replaced(kind.value_type, replace))
+        return pa.large_list(within(kind.value_field))
     return kind
 
 
@@ -146,7 +160,11 @@ def floats(column: pa.Array) -> Parsed:
     kind = column.type
     if pa.types.is_null(kind):
         return Parsed(np.zeros(len(column)), given, np.zeros(len(column), bool))
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_decimal(kind):
+        # Arrow's own cast does not round to the nearest.
+        values = np.array([float(value or 0) for value in column.to_pylist()], float)
+        return Parsed(values, given, given & ~np.isfinite(values))
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = column.cast(pa.float64(), safe=False).fill_null(0.0).to_numpy(zero_copy_only=False)
         return Parsed(values, given, given & ~np.isfinite(values))
     if is_text(kind):

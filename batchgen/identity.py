@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from batchgen.columns import decoded, is_given, is_text, plain
+from batchgen.columns import decoded, is_given, is_text, plain, retyped
 
 U64 = npt.NDArray[np.uint64]
 _BINARIES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
@@ -113,7 +113,8 @@ def column_digests(column: pa.Array) -> Digests:
     if pa.types.is_floating(kind):
         values = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
         return number_digests(values.view(np.uint64))
-    spelled = [None if value is None else _spelled(value) for value in column.to_pylist()]
+    as_bytes = retyped(column, lambda part: pa.large_binary() if is_text(part) else part)
+    spelled = [None if value is None else _spelled(value) for value in as_bytes.to_pylist()]
     return text_digests(pa.array(spelled, pa.large_string()))
 
 

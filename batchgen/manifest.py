@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.columns import is_text, replaced, without_views
+from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
 
 PARAMETERS = (
@@ -74,10 +74,10 @@ class Manifest:
         if source not in batch.schema.names:
             return pa.nulls(batch.num_rows, kind)
         column = batch.column(source)
-        if column.type == kind or name in PARAMETERS:
+        if name in PARAMETERS:
             return column
         try:
-            return column.cast(kind)
+            return as_type(column, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise UsageError(
                 f"manifest: column {source!r} is {column.type} in {path} and {kind} over all files, which does not "
@@ -133,7 +133,7 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     sources = _sources(columns, mapping or {})
     fields: dict[str, pa.Field] = {}
     for path, schema in zip(files, schemas, strict=True):
-        if twice := _repeated_name(schema):
+        if (twice := _repeated_name(schema)) is not None:
             raise UsageError(f"{path}: column {twice!r} is there twice; give each column a name of its own")
         for field in schema:
             kept = field.with_type(replaced(field.type, partial(_carriable, path=path, column=field.name)))
@@ -203,7 +203,8 @@ def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
         if names.count(field.name) > 1:
             return str(field.name)
         kind = field.type
-        if within := _repeated_name([kind.field(number) for number in range(kind.num_fields)]):
+        within = _repeated_name([kind.field(number) for number in range(kind.num_fields)])
+        if within is not None:
             return f"{field.name}.{within}"
     return None
 

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.checks import Checked
-from batchgen.columns import is_text
+from batchgen.columns import as_type, is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
@@ -308,7 +308,7 @@ def _table(
     }
     for name in schema.names[len(COLUMNS) :]:
         arrays[name] = batch.column(name.removeprefix(CARRIED)).take(places)
-    return pa.table([pa.array(arrays[field.name]).cast(field.type) for field in schema], schema=schema)
+    return pa.table([as_type(pa.array(arrays[field.name]), field.type) for field in schema], schema=schema)
 
 
 def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
@@ -349,7 +349,8 @@ class PlanReader:
                 table = opened.read_row_group(number - file.first_shard)
         except (OSError, pa.ArrowException) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
-        return table.cast(pa.schema([_short(field) for field in table.schema]))
+        schema = pa.schema([_short(field) for field in table.schema])
+        return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
 
 
 def _short(field: pa.Field) -> pa.Field:
