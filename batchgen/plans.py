@@ -38,8 +38,7 @@ from batchgen.survey import Survey
 
 SHARDS_PER_FILE = 1_000
 MAX_GROUPS = 2**16
-MAX_IMAGES = 2**32
-"""What the sort key and the ranks of a draft can count."""
+"""What the sort key of a draft can count."""
 REJECTED = "rejected.parquet"
 WRITERS = 2
 """Plan files written at a time."""
@@ -79,10 +78,9 @@ class Draft:
 def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
     order of the manifest does not matter."""
-    if len(survey.groups) > MAX_GROUPS or survey.num_images_total >= MAX_IMAGES:
+    if len(survey.groups) > MAX_GROUPS:
         raise UsageError(
-            f"manifest: it has {survey.num_images_total:,} images in {len(survey.groups):,} groups; one run takes "
-            f"{MAX_IMAGES - 1:,} images in {MAX_GROUPS:,} groups at most: split it"
+            f"manifest: its rows fall into {len(survey.groups):,} groups; one run takes {MAX_GROUPS:,}: split it"
         )
     in_order = order_of_groups(survey.groups)
     place = np.empty(len(in_order), np.uint64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,10 @@ def test_columns_that_a_file_lacks_are_null_there(tmp_path: Path) -> None:
         ("own", [True], [1]),
         ("own", [{"a": 1}], [[1]]),
         ("seed", ["1"], [1]),
+        ("own", ["a"], [b"a"]),
+        ("own", [["a"]], [[b"a"]]),
+        ("own", [Decimal("123456789012.34")], pa.array([0.5], pa.float32())),
+        ("own", [{"a": Decimal("0.1")}], [{"a": 0.5}]),
     ],
 )
 def test_files_that_disagree_about_a_column_are_named(tmp_path: Path, column: str, first: Any, second: Any) -> None:
