@@ -94,10 +94,9 @@ def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     del key
     group_of_run, evaluations = runs >> np.uint64(16), (runs & np.uint64(0xFFFF)).astype(np.int64)
     groups = tuple(survey.groups[number] for number in in_order)
-    of_group = [(number, group_of_run == number) for number in range(len(groups))]
-    cut_rows = cut(
-        groups, [(number, evaluations[here], counts[here]) for number, here in of_group if here.any()], cost, limits
-    )
+    edges = np.searchsorted(group_of_run, np.arange(len(groups) + 1, dtype=np.uint64)).tolist()
+    of_group = [(number, slice(*here)) for number, here in enumerate(pairwise(edges)) if here[0] < here[1]]
+    cut_rows = cut(groups, [(number, evaluations[here], counts[here]) for number, here in of_group], cost, limits)
     rank = np.empty(len(order), np.uint32)
     rank[order] = np.arange(len(order), dtype=np.uint32)
     return Draft(survey, cost, groups, cut_rows, rank)
