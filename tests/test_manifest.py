@@ -71,6 +71,15 @@ def test_a_name_without_a_file_is_told_what_is_there(files: Path, name: str, sen
     assert sentence.format(path=files) in str(refused.value)
 
 
+@pytest.mark.parametrize(("number", "end"), [(10, "c09"), (11, "c09 and 1 more"), (13, "c09 and 3 more")])
+def test_ten_of_many_names_are_listed(tmp_path: Path, number: int, end: str) -> None:
+    for name in range(number):
+        (tmp_path / f"c{name:02d}").touch()
+    with pytest.raises(UsageError) as refused:
+        find_files([tmp_path / "x.parquet"])
+    assert str(refused.value).endswith(f"holds {', '.join(f'c{name:02d}' for name in range(9))}, {end}")
+
+
 def test_a_file_with_glob_letters_in_its_name_is_itself(tmp_path: Path) -> None:
     tree(tmp_path, "a[1].parquet", "a1.parquet")
     assert find_files([tmp_path / "a[1].parquet"]) == (tmp_path / "a[1].parquet",)
