@@ -59,6 +59,7 @@ class Checked:
     sampler: npt.NDArray[np.int32]
     """Index into `Rules.samplers`."""
     seed: npt.NDArray[np.uint64]
+    """0 where the row has none."""
     has_seed: Bools
     num_images: Ints
 
@@ -241,7 +242,8 @@ class _Check:
         is_minus_one = is_negative & (parsed.values == 1)
         is_bad = parsed.is_bad | (parsed.given & is_negative & ~is_minus_one)
         self._refuse("seed", is_bad, "must be a whole number from 0 to 2^64 - 1, or -1 or null for a derived seed")
-        return parsed.values, parsed.given & ~is_minus_one & ~is_bad
+        has_seed = parsed.given & ~is_minus_one & ~is_bad
+        return np.where(has_seed, parsed.values, np.uint64(0)), has_seed
 
     def _ids(self) -> pa.Array | None:
         if "id" not in self.columns:

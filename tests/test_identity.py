@@ -180,6 +180,13 @@ def test_times_are_the_same_in_every_unit(unit: str, zone: str | None) -> None:
         assert len({*digests, *column_digests(times).hex().to_pylist()}) == 6
 
 
+def test_a_seed_of_minus_one_is_as_good_as_none() -> None:
+    seeds: list[Any] = [pa.array([-1, None], pa.int64()), ["-1", None], [-1.0, None], pa.nulls(2)]
+    one, *others = (_frozen_rows({"prompt": ["a", "b"], "seed": column}) for column in seeds)
+    assert others == [one] * 3
+    assert _frozen_rows({"prompt": ["a", "b"]}) == one
+
+
 def test_zero_guidance_is_zero_whatever_its_sign() -> None:
     one, other = (_frozen_rows({"prompt": ["a"], "guidance_scale": [zero]}) for zero in (0.0, -0.0))
     assert one == other
