@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.version import VERSION
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _JOB_OPTIONS = [
     click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
     click.option("--model", help='"demo", "pattern", a diffusers folder or a hub id.'),
-    click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"])),
+    click.option(
+        "--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), help="Of the images."
+    ),
     click.option("--on-bad-row", type=click.Choice(["stop", "skip"]), help="Refuse the manifest, or leave rows out."),
     click.option("--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded."),
     click.option("--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut."),
@@ -88,10 +91,12 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             )
         except StopNow:
             _end_now(directory, stop.signal_name)
-        except Interrupted as error:
-            _say(f"batchgen: {error}")
+        except UsageError:
+            raise
+        except Exception as error:
+            _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             _say_balance(directory)
-            sys.exit(Interrupted.exit_code)
+            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
         _say(
             f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
@@ -110,7 +115,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
 @_with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Check MANIFEST and print its groups, batches, padding, images, bytes and files; nothing is written.
+    """Check MANIFEST and print what a run would make of it; nothing is written.
 
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
@@ -156,7 +161,7 @@ def status(directory: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 def verify(directory: Path) -> NoReturn:
-    """Hash and decode every image in DIRECTORY again and name each that is missing, damaged or foreign.
+    """Read every image in DIRECTORY again and name what is missing, damaged or foreign.
 
     \b
     Example: batchgen verify prompts-out
@@ -179,7 +184,7 @@ def verify(directory: Path) -> NoReturn:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
 def finalize(directory: Path, partial: bool) -> None:
-    """Write DIRECTORY's tables, dataset card and _SUCCESS (a run does this itself at its end).
+    """Write DIRECTORY's tables, card and _SUCCESS; a run does this itself at its end.
 
     \b
     Example: batchgen finalize prompts-out --partial
@@ -190,6 +195,35 @@ def finalize(directory: Path, partial: bool) -> None:
     click.echo(finalize_run(RunDirectory(directory), is_partial=partial).line())
 
 
+@cli.group()
+def bench() -> None:
+    """Measure what this machine does.
+
+    \b
+    Example: batchgen bench plan --rows 10000000
+    """
+
+
+@bench.command(name="plan")
+@click.option("--rows", default=10_000_000, show_default=True, help="Rows of the synthetic manifest.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it may write [default: the system's]."
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
+    """Time and memory to check, cut and freeze a manifest of many rows in 40 sizes.
+
+    \b
+    Example: batchgen bench plan --rows 1000000
+    """
+    from dataclasses import asdict
+
+    from batchgen.bench import bench_plan as measure
+
+    measured = measure(rows, folder)
+    click.echo(json.dumps(asdict(measured), indent=2) if as_json else "\n".join(measured.lines()))
+
+
 @cli.command(name="import")
 @click.argument("source")
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The manifest.")
@@ -197,7 +231,7 @@ def finalize(directory: Path, partial: bool) -> None:
 @click.option("--split", help="Of a data set.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
-    """Make a Parquet manifest of SOURCE: a csv, tsv, jsonl or txt file, or a `datasets` name or folder.
+    """Make a Parquet manifest of a csv, tsv, jsonl or txt file, or of a data set.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption

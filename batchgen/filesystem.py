@@ -19,6 +19,7 @@ from batchgen.errors import Interrupted, UsageError
 
 _RESUMABLE = {
     errno.ENOSPC: "the disk is full",
+    errno.EFBIG: "the file may not grow that large",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the disk reports an input/output error",
@@ -78,7 +79,8 @@ class FileSystem:
                 if settled is None:
                     raise
                 is_ours = settled == content
-            os.unlink(temp)
+            # It may be gone: a lost reply, or a sweep that saw its slot.
+            self.remove(temp)
             self.sync_folder(path.parent)
         return is_ours
 
@@ -140,12 +142,13 @@ class FileSystem:
                 os.close(handle)
 
     def publish_file(self, source: Path, target: Path) -> None:
-        """Give a durable file a second name; doing it twice is harmless."""
+        """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
         with resumable(target):
             try:
                 os.link(source, target)
-            except FileExistsError:
-                return
+            except (FileExistsError, FileNotFoundError):
+                if not target.exists():
+                    raise
             self.sync_folder(target.parent)
 
     def publish_folder(self, source: Path, target: Path) -> None:

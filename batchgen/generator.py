@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from batchgen.errors import BatchgenError
 from batchgen.job import Job
 from batchgen.records import Batch, Outcome
 
@@ -17,7 +18,7 @@ class OutOfMemory(Exception):
     """The device cannot hold the batch; the worker halves it."""
 
 
-class DeviceLost(Exception):
+class DeviceLost(BatchgenError):
     """The device's context is gone: this process can make nothing any more, another one can."""
 
 

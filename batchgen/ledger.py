@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -53,6 +54,15 @@ def this_process() -> Owner:
         job_id=job_id,
         restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
     )
+
+
+_ended: set[str] = set()
+"""Tokens of this process's owners that will not go on: a run can fail and be started again without a new process."""
+
+
+def end(owner: Owner) -> None:
+    """Note that an owner of this process has stopped working, whatever it holds."""
+    _ended.add(owner.token)
 
 
 def start_time(pid: int) -> str:
@@ -121,7 +131,7 @@ def stem(shard: int, epoch: int) -> str:
 def unstem(name: str) -> tuple[int, int] | None:
     """Shard and epoch of a slot's name, None for any other name."""
     shard, dash, epoch = name.partition("-")
-    is_name = dash and shard.isdigit() and epoch.isdigit() and stem(int(shard), int(epoch)) == name
+    is_name = dash and shard.isdecimal() and epoch.isdecimal() and stem(int(shard), int(epoch)) == name
     return (int(shard), int(epoch)) if is_name else None
 
 
@@ -253,6 +263,9 @@ class Ledger:
         return None
 
     def _now_s(self) -> float:
+        """The file system's clock, by a file that is touched; an onlooker writes nothing and takes its host's."""
+        if self.owner is None:
+            return time.time()
         probe = self.root / "claims" / f"now.{self._me.token}.tmp"
         if self.files.stat(probe) is None:
             self.files.write(probe, b"")
@@ -276,6 +289,8 @@ def gone_because(owner: Owner, me: Owner) -> str | None:
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
         if start_time(owner.pid) != owner.start_time:
             return f"its process {owner.pid} on {owner.host} is gone"
+        if owner.pid == me.pid and owner.token in _ended:
+            return "its run, in this process, has ended"
     elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
         return f"Slurm has restarted its job {owner.job_id}"
     return None

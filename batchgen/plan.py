@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.checks import Checked
-from batchgen.columns import is_text
+from batchgen.columns import as_type, is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
@@ -36,6 +36,9 @@ from batchgen.spill import Reorder, part_bounds
 from batchgen.survey import Survey
 
 SHARDS_PER_FILE = 1_000
+MAX_GROUPS = 2**16
+MAX_IMAGES = 2**32
+"""What the sort key and the ranks of a draft can count."""
 REJECTED = "rejected.parquet"
 WRITERS = 2
 """Plan files written at a time."""
@@ -75,6 +78,11 @@ class Draft:
 def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
     order of the manifest does not matter."""
+    if len(survey.groups) > MAX_GROUPS or survey.num_images_total >= MAX_IMAGES:
+        raise UsageError(
+            f"manifest: it has {survey.num_images_total:,} images in {len(survey.groups):,} groups; one run takes "
+            f"{MAX_IMAGES - 1:,} images in {MAX_GROUPS:,} groups at most: split it"
+        )
     in_order = order_of_groups(survey.groups)
     place = np.empty(len(in_order), np.uint64)
     place[in_order] = np.arange(len(in_order), dtype=np.uint64)
@@ -233,8 +241,9 @@ def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[Pl
 
 def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
     repeated = ["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"]
+    options = {"use_dictionary": repeated, "write_statistics": False, "write_page_checksum": True}
     with resumable(path), path.open("xb+") as file:
-        with pq.ParquetWriter(file, shards[0].schema, use_dictionary=repeated, write_statistics=False) as writer:
+        with pq.ParquetWriter(file, shards[0].schema, **options) as writer:
             for shard in shards:
                 writer.write_table(shard, row_group_size=shard.num_rows)
         files.sync_file(file)
@@ -299,7 +308,7 @@ def _table(
     }
     for name in schema.names[len(COLUMNS) :]:
         arrays[name] = batch.column(name.removeprefix(CARRIED)).take(places)
-    return pa.table([pa.array(arrays[field.name]).cast(field.type) for field in schema], schema=schema)
+    return pa.table([as_type(pa.array(arrays[field.name]), field.type) for field in schema], schema=schema)
 
 
 def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
@@ -336,11 +345,12 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with resumable(path), pq.ParquetFile(path) as opened:
+            with resumable(path), pq.ParquetFile(path, page_checksum_verification=True) as opened:
                 table = opened.read_row_group(number - file.first_shard)
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
+        except (OSError, pa.ArrowException) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
-        return table.cast(pa.schema([_short(field) for field in table.schema]))
+        schema = pa.schema([_short(field) for field in table.schema])
+        return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
 
 
 def _short(field: pa.Field) -> pa.Field:

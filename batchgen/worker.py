@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from batchgen.disk import write_table
 from batchgen.encoders import EncoderPool
-from batchgen.errors import BatchgenError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.generator import DeviceLost, Dropped, Generator, OutOfMemory
 from batchgen.job import Job
 from batchgen.ledger import COMMITTED, Ledger, Receipt, ShardState, stem
@@ -32,6 +32,8 @@ from batchgen.writer import PartWriter
 HEARTBEAT_S = 30.0
 POLL_S = 1.0
 """Between looks at shards that others hold."""
+_FATAL = (Dropped, DeviceLost, UsageError, Interrupted)
+"""What a model raises that is no row's fault."""
 COMMIT_RESERVE_S = 5.0
 """Of the grace, kept for the commit."""
 
@@ -104,11 +106,11 @@ class Worker:
             outcomes = self._generate(batch)
         except OutOfMemory as error:
             return self._make_halves(batch, error)
-        except (Dropped, DeviceLost, BatchgenError):
+        except _FATAL:
             raise
         except Exception as error:
-            if len(batch.rows) == 1 and batch.size == 1:
-                self.progress.say(f"row {batch.rows[0].id!r} raised {type(error).__name__}: {error}")
+            rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
+            self.progress.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
             return [self._make_alone(batch, row) for row in batch.rows]
         return [one if isinstance(one, Image) else self._make_alone(batch, one.row) for one in outcomes]
 
@@ -116,7 +118,7 @@ class Worker:
         """A row tried again without its neighbours, in the bucket that was planned for it."""
         try:
             (outcome,) = self._generate(replace(batch, rows=(row,)))
-        except (Dropped, DeviceLost, BatchgenError):
+        except _FATAL:
             raise
         except Exception as error:
             outcome = Failure(row, type(error).__name__, str(error))
@@ -174,6 +176,7 @@ class _ShardRun:
             message = f"{suspicion.deaths} processes in a row ended while they made this row alone"
             guilty = [Failure(suspect, "ProcessDied", message)]
             worker.progress.say(f"row {suspect.id!r} is given up: {message}")
+            worker.progress.count(0, 1)
         while True:
             taken, outcome = self._epoch(pending, guilty, is_row_by_row=suspicion.is_row_by_row)
             pending, guilty = pending[taken:], []
@@ -205,11 +208,12 @@ class _ShardRun:
             for batch in pending:
                 if worker.stop.is_asked or (guilty and not taken and is_row_by_row):
                     break
-                for outcome in worker.make(batch):
-                    if isinstance(outcome, Image):
-                        part.add(outcome)
-                    else:
-                        failures.append(outcome)
+                outcomes = worker.make(batch)
+                made = [one for one in outcomes if isinstance(one, Image)]
+                for image in made:
+                    part.add(image)
+                failures += [one for one in outcomes if isinstance(one, Failure)]
+                worker.progress.count(len(made), len(outcomes) - len(made))
                 taken += 1
                 self.heart.check()
                 if is_row_by_row or time.monotonic() - started > worker.job.run.commit_every_s:
@@ -225,6 +229,7 @@ class _ShardRun:
         """Finish the part and put its receipt; False, and the part is gone, if the epoch was taken away."""
         worker, ledger = self.worker, self.worker.ledger
         finished = part.finish()
+        worker.progress.count(-len(finished.failures), len(finished.failures))
         failures = [*failures, *finished.failures]
         if not finished.images and not failures:
             ledger.release(self.shard, self.epoch)
@@ -234,10 +239,10 @@ class _ShardRun:
         receipt = self._receipt(finished, failures, table_sha256)
         if not ledger.commit(receipt):
             worker.progress.say(f"shard {receipt.stem} was taken away in the meantime; its part is thrown away")
+            worker.progress.count(-len(receipt.ok), -len(receipt.failed))
             part.discard()
             return False
         publish(worker.run, receipt)
-        worker.progress.settled(len(receipt.ok), len(receipt.failed))
         return True
 
     def _receipt(self, part: Part, failures: list[Failure], table_sha256: str) -> Receipt:

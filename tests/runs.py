@@ -68,8 +68,7 @@ def batchgen(*args: object) -> Ended:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             program.main()
     except SystemExit as ending:
-        assert isinstance(ending.code, int)
-        return Ended(ending.code, out.getvalue(), err.getvalue())
+        return Ended(int(str(ending.code)), out.getvalue(), err.getvalue())
     finally:
         sys.argv = before
 

@@ -109,7 +109,8 @@ class TestCase10:
             {"id": f"s{n}", "prompt": "a", "width": width, "height": height}
             for n, (width, height) in enumerate(sizes or self.sizes)
         ]
-        schema = pa.schema([("id", pa.string()), ("prompt", pa.string()), ("width", pa.int64()), ("height", pa.int64())])
+        texts, numbers = [("id", pa.string()), ("prompt", pa.string())], [("width", pa.int64()), ("height", pa.int64())]
+        schema = pa.schema(texts + numbers)
         return runs.manifest(folder / "m.parquet", rows, schema)
 
     def test_are_refused(self, tmp_path: Path, no_model: None) -> None:

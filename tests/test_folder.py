@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models import facts, hashes
+from batchgen.models import folder as folders
 from batchgen.models.folder import facts_of, find_model, identity
 from tests import tiny
 
@@ -115,15 +117,23 @@ def test_a_single_file_is_refused(tmp_path: Path) -> None:
         find_model(Model(path=str(file)))
 
 
-def test_a_hub_id_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_mute", [False, True], ids=["refusing", "mute"])
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_mute: bool) -> None:
+    """A port that refuses connections, and one that takes them and never says a word."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(folders, "_HUB_TIMEOUT_S", 1.0)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    start_s = time.monotonic()
-    with pytest.raises(UsageError, match="neither a local folder nor in the hub's cache"):
-        find_model(Model(path="someone/some-model"))
-    assert time.monotonic() - start_s < 20
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_mute:
+            listener.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        start_s = time.monotonic()
+        with pytest.raises(UsageError, match="neither a local folder nor in the hub's cache"):
+            find_model(Model(path="someone/some-model"))
+        assert time.monotonic() - start_s < 10
 
 
 def test_a_hub_id_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
@@ -141,6 +151,7 @@ def test_a_hub_id_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
         link = repo / "snapshots" / commit / file.relative_to(folder)
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(blob)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     found = find_model(Model(path="someone/tiny"))

@@ -70,9 +70,10 @@ def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Tab
     assert all(table.form == form for table in tables)
     n = max(table.num_evaluations for table in tables)
     drawn = [_draw(model, row, table) for row, table in zip(rows, tables, strict=True)]
-    latents = torch.cat([first * table.init_scale for (first, _), table in zip(drawn, tables, strict=True)])
-    num_earlier = sum(name in form for name in _EARLIER)
+    first = torch.cat([noise * table.init_scale for (noise, _), table in zip(drawn, tables, strict=True)])
     device = model.device
+    latents = first.to(device)
+    num_earlier = sum(name in form for name in _EARLIER)
 
     def beside(columns: Sequence[Tensor]) -> Tensor:
         return torch.stack([_lengthen(column, n) for column in columns]).to(device)
@@ -82,7 +83,7 @@ def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Tab
         latents=latents,
         previous=torch.zeros_like(latents) if "x1" in form else None,
         earlier=latents.new_zeros((len(rows), num_earlier, *latents.shape[1:])),
-        noise=torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]),
+        noise=torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]).to(device),
         position=torch.zeros(len(rows), dtype=torch.int64, device=device),
         evaluations=torch.tensor([table.num_evaluations for table in tables], device=device),
         timesteps=beside([table.timesteps for table in tables]),
@@ -145,7 +146,7 @@ def denoise_own(
     """`denoise` for a scheduler that is no table: it steps the batch itself, a generator for each row."""
     generators = [torch.Generator("cpu").manual_seed(row.seed) for row in rows]
     noise = [model.noise(row, generator) for row, generator in zip(rows, generators, strict=True)]
-    latents: Tensor = torch.cat(noise) * scheduler.init_noise_sigma
+    latents: Tensor = torch.cat(noise).to(model.device) * scheduler.init_noise_sigma
     arguments = step_arguments(scheduler, generators)
     for timestep in scheduler.timesteps:
         if should_drop():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import diffusers
@@ -15,6 +16,7 @@ from torch import Tensor
 from batchgen.engine.denoise import denoise, denoise_own
 from batchgen.engine.samplers import Samplers
 from batchgen.errors import UsageError
+from batchgen.generator import DeviceLost, OutOfMemory
 from batchgen.job import Job
 from batchgen.models import demo, sd
 from batchgen.models.facts import OWN_UPDATE
@@ -52,12 +54,27 @@ class Engine:
             "diffusers": diffusers.__version__,
             "transformers": transformers.__version__,
             "device": device_name(self.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
         }
         self._decode_batch = job.engine.decode_batch
 
-    @torch.inference_mode()
     def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
-        """One outcome per row, in order. A row that is no picture fails alone. Raises Dropped."""
+        """One outcome per row, in order. A row that is no picture fails alone.
+
+        Raises Dropped; OutOfMemory; DeviceLost for any other CUDA error, after which the context is unusable.
+        """
+        try:
+            return self._generate(batch, should_drop)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error).splitlines()[0]) from error
+        except torch.AcceleratorError as error:
+            raise DeviceLost(
+                f"{self.versions['device']} reports: {str(error).splitlines()[0]}. Everything committed is kept; "
+                "run the same command again"
+            ) from error
+
+    @torch.inference_mode()
+    def _generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
         start_s = time.perf_counter()
         latents = self.denoise(batch, should_drop)
         decoded = self.decode(latents)
@@ -124,9 +141,24 @@ def _inspect(images: Tensor) -> Sequence[Pixels | _Fault]:
 
 
 def _load(job: Job, dtype: torch.dtype, device: torch.device) -> sd.StableDiffusion:
-    if job.model.path == "demo":
-        return sd.StableDiffusion(demo.build().to(dtype), device)
-    return sd.load(find_model(job.model), dtype, device)
+    with _quiet_libraries():
+        if job.model.path == "demo":
+            return sd.StableDiffusion(demo.build().to(dtype), device)
+        return sd.load(find_model(job.model), dtype, device)
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Errors only from diffusers and transformers, whose advice while loading is for people who write pipelines."""
+    loggers = (diffusers.utils.logging, transformers.utils.logging)
+    before = [logger.get_verbosity() for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.set_verbosity(level)
 
 
 def _dtype(job: Job, device: torch.device) -> torch.dtype:
@@ -152,5 +184,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What the pixels' last bits depend on: the GPU's model, or the kind of processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
+    """What the pixels' last bits depend on: the GPU's model, or the kind of processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class SamplerFacts:
     e1, e2, e3 (earlier predictions), z (the row's noise)."""
     evaluations: Callable[[int], int] = lambda steps: steps
     """Model evaluations for a step count."""
+    needs: str = ""
+    """A Python package that the scheduler imports beside diffusers' own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,10 @@ class Facts:
     def sampler_facts(self, name: str) -> SamplerFacts:
         """Facts of a sampler by name. Raises UsageError, with the nearest name, if there is none."""
         if name in self.samplers:
-            return self.samplers[name]
+            found = self.samplers[name]
+            if found.needs and find_spec(found.needs) is None:
+                raise UsageError(f"sampler {name!r} needs the package {found.needs}, which is not installed")
+            return found
         known = {_plain(known): known for known in reversed(list(self.samplers))}
         near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
         hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(self.samplers)}"
@@ -136,6 +142,7 @@ _AFFINE: Mapping[str, tuple[str, Config]] = {
 }
 """Classes that can be affine: the form, and the class's defaults of the keys that decide whether they are."""
 
+_NEEDS = {"LMSDiscreteScheduler": "scipy"}
 _TWICE_PER_STEP = {"HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"}
 
 
@@ -156,7 +163,7 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> Samp
         or str(config.get("algorithm_type")).startswith("sde")
     )
     evaluations = _evaluations(cls, config, scheduler)
-    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations)
+    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, _NEEDS.get(cls, ""))
 
 
 def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from batchgen.job import Model
 from batchgen.models import demo, facts, hashes
 
 FAMILIES = ("StableDiffusionPipeline",)
+_HUB_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
 _BUILT_IN = ("demo", "pattern")
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "unet": ("UNet2DConditionModel",),
@@ -178,24 +181,38 @@ def _no_weights(place: Path, wanted: str) -> str:
 def _fetched(model: Model) -> ModelFolder:
     """The folder in the hub's local cache, fetched if need be; without a network, what is cached is used."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    commit, reason = _commit(model)
+    if reason:
+        _log.warning("model %s: the hub gave %s; looking for it in the local cache", model.path, reason)
     try:
-        place = Path(
-            snapshot_download(model.path, revision=model.revision, allow_patterns=list(_patterns(model.variant)))
+        place = snapshot_download(
+            model.path,
+            revision=commit or model.revision,
+            allow_patterns=list(_patterns(model.variant)),
+            local_files_only=commit is None,
         )
-    except RepositoryNotFoundError:
-        raise UsageError(
-            f"the hub has no model {model.path!r}, or it is private and no token is set; check the name, "
-            "or name a diffusers folder"
-        ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
             f"model {model.path!r} is neither a local folder nor in the hub's cache, and the hub gave: "
-            f"{reason}; run once where there is a network, or name a diffusers folder"
+            f"{reason or _first_line(error)}; check the name and the network, or name a diffusers folder"
         ) from None
-    return ModelFolder(model.path, place, model.variant, place.name, ())
+    return ModelFolder(model.path, Path(place), model.variant, Path(place).name, ())
+
+
+def _commit(model: Model) -> tuple[str | None, str]:
+    """The hub's commit of the model's revision; or None and why there is no answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S).sha, ""
+    except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
+        return None, _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _patterns(variant: str | None) -> Iterable[str]:

@@ -92,10 +92,10 @@ class StableDiffusion:
         return embedding.to(self.device, self.dtype)
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
-        """The next unit noise `[1, C, h, w]` of a row, from its own CPU generator, as diffusers draws it."""
+        """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""
         channels = self._pipeline.unet.config.in_channels
         shape = (1, channels, row.height // self._scale, row.width // self._scale)
-        noise: Tensor = randn_tensor(shape, generator=generator, device=self.device, dtype=self.dtype)
+        noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
         return noise
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
