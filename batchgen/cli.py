@@ -66,7 +66,7 @@ def cli() -> None:
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
-    """Make every row of MANIFEST that is not made yet; the same command resumes.
+    """Make all rows of MANIFEST; the same command resumes.
 
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
@@ -115,7 +115,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
 @_with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Check MANIFEST and print what a run would make of it; nothing is written.
+    """Check MANIFEST and print what a run would make.
 
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
@@ -137,7 +137,7 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def status(directory: Path, as_json: bool) -> None:
-    """Print where the run in DIRECTORY stands, from its receipts alone.
+    """Print where the run in DIRECTORY stands.
 
     \b
     Example: batchgen status prompts-out
@@ -161,7 +161,7 @@ def status(directory: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 def verify(directory: Path) -> NoReturn:
-    """Read every image in DIRECTORY again and name what is missing, damaged or foreign.
+    """Read all images in DIRECTORY again and name the faults.
 
     \b
     Example: batchgen verify prompts-out
@@ -184,7 +184,7 @@ def verify(directory: Path) -> NoReturn:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
 def finalize(directory: Path, partial: bool) -> None:
-    """Write DIRECTORY's tables, card and _SUCCESS; a run does this itself at its end.
+    """Write DIRECTORY's tables, dataset card and _SUCCESS.
 
     \b
     Example: batchgen finalize prompts-out --partial
@@ -231,7 +231,7 @@ def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--split", help="Of a data set.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
-    """Make a Parquet manifest of a csv, tsv, jsonl or txt file, or of a data set.
+    """Make a manifest of a csv, tsv, jsonl, txt or data set.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption

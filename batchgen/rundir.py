@@ -108,6 +108,8 @@ def open_run(
 
     Raises UsageError for a directory of another job, with the differences field by field, and as `plan_manifest`.
     """
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
     index = load_index(run.plans, run.files)
     if index is None:
         index = _freeze(run, names, job, on_planned, on_progress)
@@ -137,8 +139,6 @@ def _freeze(
     on_planned: Callable[[Planned], None],
     on_progress: Callable[[int, int], None],
 ) -> PlanIndex:
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
     if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
         raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
     planned = plan_manifest(names, job, on_progress)

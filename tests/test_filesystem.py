@@ -132,10 +132,15 @@ def test_every_error_of_a_lost_disk_is_resumable_and_names_the_path(tmp_path: Pa
         raise OSError(number, os.strerror(number))
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG])
-def test_other_errors_are_left_as_they_are(tmp_path: Path, number: int) -> None:
-    with pytest.raises(OSError, match=os.strerror(number)), resumable(tmp_path):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG])
+def test_a_path_that_is_no_place_is_a_users_mistake(tmp_path: Path, number: int) -> None:
+    with pytest.raises(UsageError, match=os.strerror(number)), resumable(tmp_path):
         fail_with(number)(tmp_path)
+
+
+def test_a_missing_file_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), resumable(tmp_path):
+        fail_with(errno.ENOENT)(tmp_path)
 
 
 CALLS: dict[str, tuple[str, Callable[[Path], object]]] = {
