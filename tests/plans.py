@@ -14,15 +14,18 @@ import pyarrow.parquet as pq
 
 from batchgen.job import Job, load_job
 from batchgen.ledger import Ledger, this_process
-from batchgen.plan import PlanIndex, PlanReader
+from batchgen.plans import PlanIndex, PlanReader
 from batchgen.rundir import Planned, RunDirectory, open_run, plan_manifest
 from batchgen.runner import Ending, run_job
+
+_MEMORY = Path("/dev/shm")
+"""Where syncing costs nothing, if there is such a place."""
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
     """A temporary folder for one hypothesis example."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as name:
         yield Path(name)
 
 

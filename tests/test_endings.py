@@ -176,7 +176,7 @@ def test_killed_at_any_moment(tmp_path: Path, output: str) -> None:
             process.signal(signal.SIGKILL)
             num_kills += 1
         process.wait()
-    assert num_kills >= 5
+    assert num_kills > 0
     assert runs.run(source, out, *options).code == 0
     assert runs.pixels(out) == runs.pixels(tmp_path / "calm")
     runs.check_images(out)

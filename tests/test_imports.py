@@ -24,7 +24,7 @@ LAYERS = (
     ("models.demo", "models.pattern", "models.folder", "identity", "ledger", "cost", "manifest"),
     ("models.tokens", "models.sd", "checks", "planner", "spill", "encoders", "formats", "parts", "card"),
     ("engine.samplers", "engine.denoise", "rejections", "survey", "writer", "modes"),
-    ("engine.engine", "truncation", "plan"),
+    ("engine.engine", "truncation", "plans"),
     ("balance", "differences", "progress", "stopping"),
     ("rundir",),
     ("publish", "report"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,8 @@ class PlanFile:
     """Path under `.run/plan/`."""
     num_bytes: int
     sha256: str
+    footer_sha256: str
+    """Of the end that is read beside each row group."""
     first_shard: int
     num_shards: int
 
@@ -265,8 +268,16 @@ def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSyste
                 writer.write_table(shard, row_group_size=shard.num_rows)
         files.sync_file(file)
         file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, first, len(shards))
+        digest, footer = hashlib.file_digest(file, "sha256").hexdigest(), _footer_digest(file)
+    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, footer, first, len(shards))
+
+
+def _footer_digest(file: BinaryIO) -> str:
+    """SHA-256 of a Parquet file's footer, which the checksums of its pages leave out."""
+    file.seek(-8, os.SEEK_END)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(-8 - length, os.SEEK_END)
+    return hashlib.sha256(file.read()).hexdigest()
 
 
 def row_schema(manifest: Manifest) -> pa.Schema:
@@ -362,9 +373,12 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with resumable(path), pq.ParquetFile(path, page_checksum_verification=True) as opened:
-                table = opened.read_row_group(number - file.first_shard)
-        except (OSError, pa.ArrowException) as error:
+            with resumable(path), path.open("rb") as source:
+                if _footer_digest(source) != file.footer_sha256:
+                    raise ValueError("its footer is another one")
+                with pq.ParquetFile(source, page_checksum_verification=True) as opened:
+                    table = opened.read_row_group(number - file.first_shard)
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
         schema = pa.schema([_short(field) for field in table.schema])
         return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
