@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from batchgen.carried import holds
 from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
+from batchgen.filesystem import resumable
 
 PARAMETERS = (
     "id",
@@ -99,7 +100,9 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     found: dict[Path, Path] = {}
     for name in names:
         path = Path(name)
-        matches = [path] if path.exists() else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
+        with resumable(path):
+            is_name = path.exists()
+        matches = [path] if is_name else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
         if not matches:
             raise UsageError(
                 f"manifest: {name} matches no file; the folder {path.parent} holds {_listing(path.parent)}"
