@@ -20,6 +20,8 @@ from batchgen.filesystem import FileSystem
 
 TABLE_SUFFIX = ".rows.parquet"
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
+_NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What comes of reading bytes that are no slot's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def stem(shard: int, epoch: int) -> str:
 def unstem(name: str) -> tuple[int, int] | None:
     """Shard and epoch of a slot's name, None for any other name."""
     shard, dash, epoch = name.partition("-")
-    is_name = dash and shard.isdigit() and epoch.isdigit() and stem(int(shard), int(epoch)) == name
+    is_name = dash and shard.isdecimal() and epoch.isdecimal() and stem(int(shard), int(epoch)) == name
     return (int(shard), int(epoch)) if is_name else None
 
 
@@ -295,7 +297,7 @@ def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
         receipt = Receipt(**fields)
         if (receipt.shard, receipt.epoch) == (shard, epoch) and receipt.kind in (COMMITTED, RELEASED, ABANDONED):
             return receipt
-    except (ValueError, KeyError, TypeError):
+    except _NO_SLOT:
         pass
     nobody = Owner("", "", "", "", 0, "")
     return Receipt(ABANDONED, shard, epoch, nobody, is_readable=False)
@@ -305,7 +307,7 @@ def _claim(content: bytes | None) -> Claim | None:
     try:
         fields = json.loads(content or b"")
         return Claim(shard=fields.pop("shard"), epoch=fields.pop("epoch"), owner=Owner(**fields))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _NO_SLOT:
         return None
 
 
