@@ -6,14 +6,16 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
@@ -307,7 +309,9 @@ def test_a_clock_that_is_off_suspects_nobody(tmp_path: Path) -> None:
 
 # Many owners, each free to die at any instruction
 
-NUM_SHARDS, NUM_ROWS = 2, 4
+NUM_ROWS, NUM_AGENTS = 4, 3
+AGENTS = st.integers(0, NUM_AGENTS - 1)
+FATES = st.sampled_from(["", "", "", "dies before", "dies after", "loses the disk"])
 
 
 class Killed(BaseException):
@@ -340,120 +344,99 @@ class Mortal(FileSystem):
 
 @dataclass
 class Agent:
-    """A worker between any two of its steps."""
+    """A worker between any two of its steps; one that dies is followed by another process."""
 
-    ledger: Ledger
-    files: Mortal
+    folder: Path
+    number: int
+    files: Mortal = field(default_factory=Mortal)
     looked: ShardState | None = None
-    owned: tuple[ShardState, int] | None = None
-    """The state that was read, and the epoch that is ours."""
+    owned: ShardState | None = None
+    """The state that was read before its open epoch became ours."""
+
+    @property
+    def ledger(self) -> Ledger:
+        return make_ledger(self.folder, replace(ME, token=f"{self.number:016x}"), self.files)
+
+    @contextmanager
+    def mortality(self, fate: str) -> Iterator[None]:
+        self.files.fate = fate
+        try:
+            yield
+        except (Killed, Interrupted):
+            self.number += NUM_AGENTS
+            self.owned = self.looked = None
 
 
 class Owners(RuleBasedStateMachine):
     """Whatever agents do in whatever order, no row is committed twice, and what one was told holds."""
 
-    agents = Bundle("agents")
-
-    @initialize()
-    def begin(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.path = Path(self.folder.name)
-        self.onlooker = make_ledger(self.path, None)
-        self.committed: list[tuple[int, int]] = []
-        self.count = 0
+        self.agents = [Agent(Path(self.folder.name), number) for number in range(NUM_AGENTS)]
+        self.onlooker = make_ledger(Path(self.folder.name), None)
+        self.committed: list[int] = []
 
-    def teardown(self) -> None:
-        if hasattr(self, "folder"):
-            self.finish()
-            self.folder.cleanup()
+    @rule(agent=AGENTS)
+    def look(self, agent: int) -> None:
+        self.agents[agent].looked = self.agents[agent].ledger.state(0)
 
-    @rule(target=agents)
-    def join(self) -> Agent:
-        self.count += 1
-        files = Mortal()
-        return Agent(make_ledger(self.path, replace(ME, token=f"{self.count:016x}"), files), files)
-
-    @rule(agent=agents, shard=st.integers(0, NUM_SHARDS - 1))
-    def look(self, agent: Agent, shard: int) -> None:
-        agent.looked = agent.ledger.state(shard)
-
-    @rule(agent=agents)
-    @precondition(lambda self: self.count)
-    def suspect(self, agent: Agent) -> None:
+    @rule(agent=AGENTS)
+    def suspect(self, agent: int) -> None:
         """Rightly or wrongly: no clock decides anything."""
-        if agent.looked is not None and agent.looked.is_claimed:
-            agent.ledger.abandon(agent.looked.shard, agent.looked.epoch)
-            agent.looked = agent.ledger.state(agent.looked.shard)
+        one = self.agents[agent]
+        if one.looked is not None and one.looked.is_claimed:
+            one.ledger.abandon(0, one.looked.epoch)
 
-    @rule(agent=agents, fate=st.sampled_from(["", "", "", "dies before", "dies after", "loses the disk"]))
-    def claim(self, agent: Agent, fate: str) -> None:
-        if agent.looked is None or agent.looked.is_claimed:
+    @rule(agent=AGENTS, fate=FATES)
+    def claim(self, agent: int, fate: str) -> None:
+        one = self.agents[agent]
+        if one.looked is None or one.looked.is_claimed or one.owned is not None:
             return
-        agent.files.fate = fate
-        with Mortality(agent):
-            if agent.ledger.claim(agent.looked.shard, agent.looked.epoch):
-                agent.owned = (agent.looked, agent.looked.epoch)
-        agent.looked = None
+        with one.mortality(fate):
+            if one.ledger.claim(0, one.looked.epoch):
+                one.owned = one.looked
+        one.looked = None
 
-    @rule(
-        agent=agents,
-        fate=st.sampled_from(["", "", "", "dies before", "dies after", "loses the disk"]),
-        wanted=st.sets(st.integers(0, NUM_ROWS - 1)),
-        failing=st.sets(st.integers(0, NUM_ROWS - 1)),
-    )
-    def commit(self, agent: Agent, fate: str, wanted: set[int], failing: set[int]) -> None:
-        if agent.owned is None:
+    @rule(agent=AGENTS, fate=FATES, wanted=st.sets(st.integers(0, NUM_ROWS - 1)), failing=st.sets(st.integers(0, 3)))
+    def commit(self, agent: int, fate: str, wanted: set[int], failing: set[int]) -> None:
+        one = self.agents[agent]
+        if one.owned is None:
             return
-        (state, epoch), agent.owned = agent.owned, None
+        state, one.owned, one.looked = one.owned, None, None
         rows = wanted - state.settled
-        agent.files.fate = fate
-        with Mortality(agent):
+        with one.mortality(fate):
             if not rows:
-                agent.ledger.release(state.shard, epoch)
-                return
-            receipt = committed(state.shard, epoch, tuple(sorted(rows - failing)), tuple(sorted(rows & failing)))
-            if agent.ledger.commit(receipt):
-                self.committed += [(state.shard, row) for row in rows]
+                one.ledger.release(0, state.epoch)
+            elif one.ledger.commit(committed(0, state.epoch, tuple(sorted(rows - failing)), tuple(rows & failing))):
+                self.committed += rows
 
     @invariant()
     def every_row_is_committed_once_at_most(self) -> None:
-        if not hasattr(self, "onlooker"):
-            return
-        for state in self.onlooker.states(range(NUM_SHARDS)):
-            named = [row for one in state.committed for row in (*one.ok, *one.failed)]
-            assert len(named) == len(set(named))
-            assert {row for shard, row in self.committed if shard == state.shard} <= set(named)
-            assert all(one.is_readable for one in state.receipts)
-            claimed = {unstem(name) for name in os.listdir(self.onlooker.root / "claims")} - {None}
-            assert all(place is None or place[1] <= self.onlooker.state(place[0]).epoch for place in claimed)
+        named = rows_named(self.onlooker.state(0))
+        assert len(named) == len(set(named))
+        assert len(self.committed) == len(set(self.committed))
+        assert set(self.committed) <= set(named)
 
-    def finish(self) -> None:
+    @invariant()
+    def epochs_are_claimed_in_order(self) -> None:
+        claimed = [found[1] for name in os.listdir(self.onlooker.root / "claims") if (found := unstem(name))]
+        assert max([-1, *claimed]) <= self.onlooker.state(0).epoch
+
+    def teardown(self) -> None:
         """Whatever happened, one more owner brings every row to its end."""
-        last = make_ledger(self.path, replace(ME, token="f" * 16), Mortal())
-        for shard in range(NUM_SHARDS):
-            if last.state(shard).is_claimed:
-                last.abandon(shard, last.state(shard).epoch)
-            state = last.state(shard)
-            assert last.claim(shard, state.epoch)
-            assert last.commit(committed(shard, state.epoch, tuple(sorted(set(range(NUM_ROWS)) - state.settled))))
-            named = [row for one in last.state(shard).committed for row in (*one.ok, *one.failed)]
-            assert sorted(named) == list(range(NUM_ROWS))
+        last = Agent(Path(self.folder.name), 10**6).ledger
+        if last.state(0).is_claimed:
+            last.abandon(0, last.state(0).epoch)
+        state = last.state(0)
+        assert last.claim(0, state.epoch)
+        assert last.commit(committed(0, state.epoch, tuple(sorted(set(range(NUM_ROWS)) - state.settled))))
+        assert sorted(rows_named(last.state(0))) == list(range(NUM_ROWS))
+        self.folder.cleanup()
 
 
-class Mortality:
-    """An agent that dies, or stops as resumable, remembers nothing."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Killed | Interrupted):
-            self.agent.owned = self.agent.looked = None
-            return True
-        return False
+def rows_named(state: ShardState) -> list[int]:
+    return [row for one in state.committed for row in (*one.ok, *one.failed)]
 
 
 TestOwners = Owners.TestCase
