@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
+from batchgen.columns import plain
+
 Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 
@@ -28,8 +30,10 @@ def is_folder_readable(kind: pa.DataType) -> bool:
 def as_text(column: Column) -> Column:
     """A column as strings, nulls kept: text itself, numbers and dates as Arrow writes them, bytes in
     hexadecimal, everything nested as JSON."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([as_text(chunk) for chunk in column.chunks], pa.string())
+    if not isinstance(column.type, pa.BaseExtensionType):
+        column = plain(column)
     if pa.types.is_nested(column.type) or _is_unknown(column.type) or _is_binary(column.type):
         return pa.array([_text(value) for value in column.to_pylist()], pa.string())
     return column.cast(pa.string())

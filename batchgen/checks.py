@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.columns import Bools, Parsed, floats, integers, is_given, texts
+from batchgen.columns import Bools, Parsed, decoded, floats, integers, is_garbled, is_given, shown, texts
 from batchgen.errors import UsageError
 from batchgen.identity import Digests, joined, number_digests, row_digests, text_digests
 from batchgen.job import Job
+from batchgen.manifest import PARAMETERS
 from batchgen.models.facts import Facts
 
 MAX_SIZE = 32_768
 MAX_STEPS = 1_000
 """Where the model does not say how many timesteps it was trained with."""
+MAX_COUNTED_STEPS = 32_768
+"""A row's model evaluations, two a step with some samplers, are counted in 16 bits."""
 MAX_IMAGES = 1_000_000
 
 Ints = npt.NDArray[np.int64]
@@ -82,6 +84,19 @@ class Rules:
     _known: dict[str, int] = field(default_factory=dict)
     _refused: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for a default of the job that no row may have."""
+        for name, most in self.limits.items():
+            value = getattr(self.job.sampling, name)
+            if value is not None and value > most:
+                raise UsageError(f"sampling.{name} = {value} must be a whole number from 1 to {most}")
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The largest value of each parameter that is a whole number."""
+        steps = min(self.facts.max_steps or MAX_STEPS, MAX_COUNTED_STEPS)
+        return {"width": MAX_SIZE, "height": MAX_SIZE, "steps": steps, "num_images": MAX_IMAGES}
+
     def check(self, batch: pa.RecordBatch, first_row: int) -> Checked:
         """Resolve and check one batch of manifest rows that begins at manifest row `first_row`."""
         return _Check(self, batch, first_row).run()
@@ -117,11 +132,13 @@ class _Check:
         negative = self._negative_prompt(guidance)
         asked_width, width = self._size("width", job.width or facts.width)
         asked_height, height = self._size("height", job.height or facts.height)
-        steps = self._count("steps", job.steps or facts.steps, facts.max_steps or MAX_STEPS)
-        num_images = self._count("num_images", job.num_images, MAX_IMAGES)
+        steps = self._count("steps", job.steps or facts.steps)
+        num_images = self._count("num_images", job.num_images)
         sampler = self._sampler(job.sampler or facts.sampler)
         seed, has_seed = self._seed()
         id_texts = self._ids()
+        for column in (name for name in self.columns if name not in PARAMETERS):
+            self._refuse(column, is_garbled(self.columns[column]), "must be UTF-8 text")
         return Checked(
             self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
             asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images,
@@ -130,8 +147,8 @@ class _Check:
     def _refuse(self, column: str, is_bad: Bools, rule: str) -> None:
         """Note the rule for every row of the mask that has broken none in this column before."""
         for row in np.flatnonzero(is_bad):
-            value = self.columns[column][int(row)].as_py() if column in self.columns else None
-            self.bad.append(BadCell(self.first_row + int(row), column, _shown(value), rule))
+            value = shown(self.columns[column][int(row)]) if column in self.columns else "None"
+            self.bad.append(BadCell(self.first_row + int(row), column, value, rule))
         self.is_good &= ~is_bad
 
     def _text(self, column: str, default: str | None, *, is_required: bool = False) -> pa.Array:
@@ -165,9 +182,11 @@ class _Check:
             return np.full(self.num, default)
         parsed = floats(self.columns["guidance_scale"])
         self._refuse("guidance_scale", parsed.is_bad, "must be a finite number")
-        return np.where(parsed.given & ~parsed.is_bad, parsed.values, default)
+        # Nothing is known of a bad row's guidance: no rule about what it would do shall name the row as well.
+        return np.where(parsed.is_bad, np.inf, np.where(parsed.given, parsed.values, default))
 
-    def _count(self, column: str, default: int, most: int) -> Ints:
+    def _count(self, column: str, default: int) -> Ints:
+        most = self.rules.limits[column]
         if column not in self.columns:
             return np.full(self.num, default)
         parsed, is_negative = integers(self.columns[column])
@@ -178,18 +197,18 @@ class _Check:
 
     def _size(self, column: str, default: int) -> tuple[Ints, Ints]:
         facts = self.rules.facts
-        asked = np.full(self.num, default)
+        asked, is_no_size = np.full(self.num, default), np.zeros(self.num, bool)
         if column in self.columns:
             parsed, is_negative = integers(self.columns[column])
-            is_bad = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
-            self._refuse(column, is_bad, f"must be a whole number of pixels up to {MAX_SIZE}")
-            asked = _filled(parsed, is_bad, default)
+            is_no_size = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
+            self._refuse(column, is_no_size, f"must be a whole number of pixels up to {MAX_SIZE}")
+            asked = _filled(parsed, is_no_size, default)
         made = asked
         if self.rules.job.plan.size_policy == "round":
             multiple = facts.size_multiple
             rounded = (asked + multiple // 2) // multiple * multiple
             made = np.where(asked > 0, np.maximum(rounded, facts.min_size), asked)
-        is_bad = self.is_good & ((made < facts.min_size) | (made % facts.size_multiple != 0))
+        is_bad = ~is_no_size & ((made < facts.min_size) | (made % facts.size_multiple != 0))
         self._refuse(
             column,
             is_bad,
@@ -223,7 +242,7 @@ class _Check:
     def _ids(self) -> pa.Array | None:
         if "id" not in self.columns:
             return None
-        column = self.columns["id"]
+        column = decoded(self.columns["id"])
         if pa.types.is_integer(column.type):
             column = column.cast(pa.large_string())
         values, is_bad = texts(column)
@@ -263,8 +282,3 @@ def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
         numbers = floats(canonical["guidance_scale"])
         canonical["guidance_scale"] = pa.array(numbers.values, mask=~numbers.given | numbers.is_bad)
     return canonical
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -5,14 +5,16 @@ Everything here works on one batch of rows at a time and keeps no Python object 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+Column = TypeVar("Column", pa.Array, pa.ChunkedArray)
 Bools = npt.NDArray[np.bool_]
 
 
@@ -47,17 +49,85 @@ def texts(column: pa.Array) -> tuple[pa.Array, Bools]:
     """The column as large_string (null where it is no valid text) and a mask of the entries that are not
     UTF-8 text; nulls are not bad here."""
     column = decoded(column)
-    given = is_given(column)
     if not is_text(column.type):
-        return pa.nulls(len(column), pa.large_string()), given
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
+        return pa.nulls(len(column), pa.large_string()), is_given(column)
+    is_bad = is_garbled(column)
+    if is_bad.any():
         raw = column.cast(pa.large_binary()).to_pylist()
-        is_bad = np.array([value is not None and not _is_utf8(value) for value in raw], dtype=bool)
         cleaned = [None if bad else value for value, bad in zip(raw, is_bad, strict=True)]
-        return pa.array(cleaned, pa.large_binary()).cast(pa.large_string()), is_bad
-    return column, np.zeros(len(column), dtype=bool)
+        column = pa.array(cleaned, pa.large_binary()).cast(pa.large_string())
+    return column, is_bad
+
+
+def is_garbled(column: pa.Array) -> Bools:
+    """Which entries of a column of any type hold text, at whatever depth, that is not UTF-8."""
+    column = decoded(column)
+    if _is_valid(column):
+        return np.zeros(len(column), dtype=bool)
+    column = plain(column)
+    return np.array([not _is_valid(column.take(pa.array([row]))) for row in range(len(column))], dtype=bool)
+
+
+def shown(cell: pa.Scalar) -> str:
+    """A cell's value for a person, in Python's spelling where Python can hold it, 80 characters at most."""
+    try:
+        text = repr(cell.as_py())
+    except UnicodeDecodeError:
+        text = repr(cell.cast(pa.binary()).as_py()) if is_text(cell.type) else f"a {cell.type} with broken text"
+    except (ValueError, OverflowError):
+        text = f"a {cell.type} that is out of range"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def plain(column: pa.Array) -> pa.Array:
+    """The column in types whose every value Python can hold and Arrow can pick: dates and times, at whatever depth,
+    are texts as Arrow writes them (in UTC), dictionaries and extension types what they stand for, views none."""
+    in_utc = retyped(decoded(column), _in_utc)
+    return retyped(in_utc, lambda kind: pa.string() if pa.types.is_temporal(kind) else kind)
+
+
+def retyped(column: pa.Array, replace: Callable[[pa.DataType], pa.DataType]) -> pa.Array:
+    """The column in its type as `replaced` makes it."""
+    return as_type(column, replaced(column.type, replace))
+
+
+def as_type(column: Column, kind: pa.DataType) -> Column:
+    """The column itself if it has the type, else cast: Arrow's cast of nulls within structs to their own type fails."""
+    return column if column.type == kind else column.cast(kind)
+
+
+def _in_utc(kind: pa.DataType) -> pa.DataType:
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.storage_type
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else without_views(kind)
+
+
+def without_views(kind: pa.DataType) -> pa.DataType:
+    """The type itself, but for views of texts and bytes, among which Arrow cannot pick rows."""
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+
+
+def replaced(kind: pa.DataType, replace: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type with `replace` applied to it and to each type within, from the outside in, as often as it changes one."""
+    while (changed := replace(kind)) != kind:
+        kind = changed
+
+    def within(field: pa.Field) -> pa.Field:
+        return field.with_type(replaced(field.type, replace))
+
+    if pa.types.is_struct(kind):
+        return pa.struct([within(field) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(within(kind.key_field), within(kind.item_field))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(within(kind.value_field), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(within(kind.value_field))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(within(kind.value_field))
+    return kind
 
 
 def integers(column: pa.Array) -> tuple[Parsed, Bools]:
@@ -76,8 +146,10 @@ def integers(column: pa.Array) -> tuple[Parsed, Bools]:
         return _from_integers(column, given)
     if pa.types.is_floating(kind):
         return _from_floats(column, given)
-    if is_text(kind) or pa.types.is_decimal(kind):
-        return _from_texts(column, given)
+    if pa.types.is_decimal(kind):
+        return _from_texts([None if value is None else f"{value:f}" for value in column.to_pylist()], given)
+    if is_text(kind):
+        return _from_texts(texts(column)[0].to_pylist(), given)
     return Parsed(np.zeros(len(column), np.uint64), given, given.copy()), np.zeros(len(column), bool)
 
 
@@ -88,17 +160,23 @@ def floats(column: pa.Array) -> Parsed:
     kind = column.type
     if pa.types.is_null(kind):
         return Parsed(np.zeros(len(column)), given, np.zeros(len(column), bool))
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+    if pa.types.is_decimal(kind):
+        # Arrow's own cast does not round to the nearest.
+        values = np.array([float(value or 0) for value in column.to_pylist()], float)
+        return Parsed(values, given, given & ~np.isfinite(values))
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         values = column.cast(pa.float64(), safe=False).fill_null(0.0).to_numpy(zero_copy_only=False)
         return Parsed(values, given, given & ~np.isfinite(values))
     if is_text(kind):
-        values = np.array([_float(text) for text in column.to_pylist()])
+        values = np.array([_float(text) for text in texts(column)[0].to_pylist()])
         return Parsed(np.where(given, values, 0.0), given, given & ~np.isfinite(values))
     return Parsed(np.zeros(len(column)), given, given.copy())
 
 
 def is_given(column: pa.Array) -> Bools:
-    """Which entries are not null."""
+    """Which entries are not null, be it by themselves or by what their dictionary holds."""
+    if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
+        column = column.dictionary_decode()
     given: Bools = pc.is_valid(column).to_numpy(zero_copy_only=False)
     return given
 
@@ -119,8 +197,8 @@ def _from_floats(column: pa.Array, given: Bools) -> tuple[Parsed, Bools]:
     return Parsed(magnitude.astype(np.uint64), given, given & ~is_exact), raw < 0
 
 
-def _from_texts(column: pa.Array, given: Bools) -> tuple[Parsed, Bools]:
-    numbers = [_integer(text) for text in column.cast(pa.large_string()).to_pylist()]
+def _from_texts(spelled: list[str | None], given: Bools) -> tuple[Parsed, Bools]:
+    numbers = [_integer(text) for text in spelled]
     is_bad = given & np.array([number is None for number in numbers], dtype=bool)
     values = np.array([abs(number or 0) for number in numbers], dtype=np.uint64)
     return Parsed(values, given, is_bad), np.array([(number or 0) < 0 for number in numbers], dtype=bool)
@@ -132,16 +210,16 @@ def _integer(text: str | None) -> int | None:
         return None
     whole, point, fraction = text.strip().partition(".")
     digits = whole[1:] if whole[:1] in ("-", "+") else whole
-    if not (digits.isascii() and digits.isdigit() and len(digits) <= 20) or fraction.strip("0"):
+    if not (digits.isascii() and digits.isdigit() and len(digits.lstrip("0")) <= 20) or fraction.strip("0"):
         return None
     if point and not fraction:
         return None
-    number = int(whole)
+    number = int(digits.lstrip("0") or "0") * (-1 if whole[:1] == "-" else 1)
     return number if -(2**63) <= number < 2**64 else None
 
 
 def _float(text: str | None) -> float:
-    if text is None or "_" in text:
+    if text is None or "_" in text or not text.isascii():
         return np.nan
     try:
         return float(text)
@@ -149,9 +227,9 @@ def _float(text: str | None) -> float:
         return np.nan
 
 
-def _is_utf8(value: bytes) -> bool:
+def _is_valid(column: pa.Array) -> bool:
     try:
-        value.decode("utf-8")
-    except UnicodeDecodeError:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
         return False
     return True

@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field, PositiveInt, TypeAdapter
 
 from batchgen.errors import UsageError
 from batchgen.records import Group
@@ -68,12 +70,15 @@ class PatternModel:
 class Measurement:
     """One line of a profile."""
 
-    width: int
-    height: int
+    width: PositiveInt
+    height: PositiveInt
     is_guided: bool
-    batch_size: int
-    fixed_s: float
-    evaluation_s: float
+    batch_size: PositiveInt
+    fixed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    evaluation_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+_MEASUREMENTS = TypeAdapter(Annotated[tuple[Measurement, ...], Field(min_length=1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +113,7 @@ def load_profile(path: Path) -> Profile:
     evaluation_s}, …]}`. Raises UsageError if it is no such file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        measurements = tuple(Measurement(**one) for one in content["measurements"])
-        if not measurements:
-            raise ValueError("it has no measurements")
+        measurements = _MEASUREMENTS.validate_python(content["measurements"])
         return Profile(f"{path} ({content['source']})", measurements)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {error!r}") from None

@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,9 @@ def write_table(path: Path, table: pa.Table) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there."""
+    """Remove a file or a whole folder, if it is there; another process may be doing the same."""
     with resumable(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        while path.is_dir() and not path.is_symlink():
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)

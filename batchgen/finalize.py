@@ -9,7 +9,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
-from batchgen.plan import REJECTED, PlanIndex
+from batchgen.plans import REJECTED, PlanIndex
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
@@ -97,7 +97,7 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         with resumable(path):
             return pq.read_table(path, columns=columns)
-    except (FileNotFoundError, pa.ArrowInvalid) as error:
+    except (OSError, pa.ArrowException) as error:
         raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
 
 
@@ -163,7 +163,8 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
         receipt = None if place is None else ledger.receipt(*place)
         if receipt is not None and receipt.part != name:
             run.files.make_folder(run.root / "withdrawn")
-            run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
+            with suppress(FileNotFoundError):  # Another finalize was first.
+                run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
 
 
 def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
@@ -205,8 +206,6 @@ def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
     for folder in (run.root / "claims", run.root / "receipts", run.plans):
         names = run.files.names(folder)
         for name in names:
-            is_temp = name.endswith(".tmp") and name.split(".")[0] in {
-                one.split(".")[0] for one in names if one != name
-            }
+            is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in names
             if is_temp or (folder == run.plans and name.startswith("0-") and name != index.folder):
                 remove(folder / name)

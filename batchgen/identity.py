@@ -7,7 +7,6 @@ generators"). Neither is meant to withstand an adversary; rows that met would st
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -16,11 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
-from batchgen.columns import decoded, is_given, is_text
+from batchgen.columns import decoded, is_given, is_text, plain, retyped
 
 U64 = npt.NDArray[np.uint64]
+_BINARIES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
@@ -101,9 +102,9 @@ def number_digests(values: U64) -> Digests:
 
 def column_digests(column: pa.Array) -> Digests:
     """Digest of each value of a column of any Arrow type, independent of integer width and text encoding."""
-    column = decoded(column)
+    column = _shortened(plain(column)) if pa.types.is_temporal(column.type) else plain(column)
     kind = column.type
-    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if is_text(kind) or any(is_kind(kind) for is_kind in _BINARIES):
         return text_digests(column)
     if pa.types.is_boolean(kind):
         column, kind = column.cast(pa.uint8()), pa.uint8()
@@ -112,8 +113,14 @@ def column_digests(column: pa.Array) -> Digests:
     if pa.types.is_floating(kind):
         values = column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False)
         return number_digests(values.view(np.uint64))
-    spelled = [None if value is None else _spelled(value) for value in column.to_pylist()]
+    as_bytes = retyped(column, lambda part: pa.large_binary() if is_text(part) else part)
+    spelled = [None if value is None else _spelled(value) for value in as_bytes.to_pylist()]
     return text_digests(pa.array(spelled, pa.large_string()))
+
+
+def _shortened(column: pa.Array) -> pa.Array:
+    """Times without the zeros that a finer unit puts at the end of their seconds."""
+    return pc.replace_substring_regex(pc.replace_substring_regex(column, r"(\.\d*?)0+$", r"\1"), r"\.$", "")
 
 
 def _spelled(value: object) -> str:
@@ -121,11 +128,7 @@ def _spelled(value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    return str(value)
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def row_digests(columns: Mapping[str, pa.Array], num_rows: int, known: Mapping[str, Digests]) -> Digests:

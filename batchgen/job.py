@@ -124,7 +124,7 @@ def load_job(path: Path | str | None = None, overrides: Iterable[str] = ()) -> J
             tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"job file {path} cannot be read: {error}") from None
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:
             raise UsageError(f"job file {path} is not TOML: {error}") from None
     _check(tables, source)
     for override in overrides:
@@ -139,7 +139,7 @@ def _lay_over(tables: dict[str, Any], override: str) -> None:
         raise UsageError(f"--set {override!r} is not of the form table.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         value = text
     tables.setdefault(table, {})[key] = value
 

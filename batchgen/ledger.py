@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,6 +56,15 @@ def this_process() -> Owner:
         job_id=job_id,
         restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
     )
+
+
+_ended: set[str] = set()
+"""Tokens of this process's owners that will not go on: a run can fail and be started again without a new process."""
+
+
+def end(owner: Owner) -> None:
+    """Note that an owner of this process has stopped working, whatever it holds."""
+    _ended.add(owner.token)
 
 
 def start_time(pid: int) -> str:
@@ -103,6 +113,8 @@ class Receipt:
     part_sha256: str = ""
     table_sha256: str = ""
     """Of the row table, `.run/work/<shard>-<epoch>.rows.parquet`."""
+    num_cut: int = 0
+    """Rows made without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
     is_readable: bool = True
@@ -253,6 +265,9 @@ class Ledger:
         return None
 
     def _now_s(self) -> float:
+        """The file system's clock, by a file that is touched; an onlooker writes nothing and takes its host's."""
+        if self.owner is None:
+            return time.time()
         probe = self.root / "claims" / f"now.{self._me.token}.tmp"
         if self.files.stat(probe) is None:
             self.files.write(probe, b"")
@@ -276,6 +291,8 @@ def gone_because(owner: Owner, me: Owner) -> str | None:
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
         if start_time(owner.pid) != owner.start_time:
             return f"its process {owner.pid} on {owner.host} is gone"
+        if owner.pid == me.pid and owner.token in _ended:
+            return "its run, in this process, has ended"
     elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
         return f"Slurm has restarted its job {owner.job_id}"
     return None

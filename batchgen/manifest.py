@@ -9,13 +9,15 @@ import bisect
 import difflib
 import glob
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
 
 PARAMETERS = (
@@ -45,7 +47,7 @@ class Manifest:
     """The manifest row at which each file begins."""
     num_rows: int
     schema: pa.Schema
-    """Under our names, dictionaries of columns of all files."""
+    """Under our names, each column in the type that holds it in all files."""
     sources: Mapping[str, str]
     """Our column name -> the name in the files."""
 
@@ -60,24 +62,27 @@ class Manifest:
         return tuple(name for name in self.schema.names if name not in PARAMETERS)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows in order, in batches of one schema; columns that a file lacks are null."""
+        """All rows in order. Carried columns have one type in all batches, ours that of their file: they are read as
+        exactly as they were written. Columns that a file lacks are null. Raises UsageError for a damaged file."""
         for path in self.files:
-            file = _opened(path)
-            present = set(file.schema_arrow.names)
-            wanted = [source for source in self.sources.values() if source in present]
-            for batch in file.iter_batches(batch_size=READ_ROWS, columns=wanted):
-                yield self._unified(batch)
+            for batch in _read(path):
+                arrays = [self._column(name, batch, path) for name in self.schema.names]
+                yield pa.RecordBatch.from_arrays(arrays, names=self.schema.names)
 
-    def _unified(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        arrays = []
-        for name, kind in zip(self.schema.names, self.schema.types, strict=True):
-            source = self.sources[name]
-            if source in batch.schema.names:
-                column = batch.column(source)
-                arrays.append(column if column.type == kind else column.cast(kind))
-            else:
-                arrays.append(pa.nulls(batch.num_rows, kind))
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+    def _column(self, name: str, batch: pa.RecordBatch, path: Path) -> pa.Array:
+        source, kind = self.sources[name], self.schema.field(name).type
+        if source not in batch.schema.names:
+            return pa.nulls(batch.num_rows, kind)
+        column = batch.column(source)
+        if name in PARAMETERS:
+            return column
+        try:
+            return as_type(column, kind)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise UsageError(
+                f"manifest: column {source!r} is {column.type} in {path} and {kind} over all files, which does not "
+                f"hold all its values ({error}); write it in one type"
+            ) from None
 
     def content_hash(self) -> str:
         """SHA-256 over the bytes of all files, in order."""
@@ -90,23 +95,29 @@ class Manifest:
 
 def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     """The Parquet files that paths, folders and globs name, each once. Raises UsageError for a name without any."""
-    found: list[Path] = []
+    found: dict[Path, Path] = {}
     for name in names:
         path = Path(name)
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*.parquet") if _is_visible(file.relative_to(path)))
-            missing = f"folder {path} holds no *.parquet file; it holds {_listing(path)}"
-        elif path.exists():
-            files, missing = [path], ""
-        else:
-            files = [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
-            missing = f"{name} matches no file; the folder {path.parent} holds {_listing(path.parent)}"
+        matches = [path] if path.exists() else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
+        if not matches:
+            raise UsageError(
+                f"manifest: {name} matches no file; the folder {path.parent} holds {_listing(path.parent)}"
+            )
+        files = [file for match in matches for file in (_files_in(match) if match.is_dir() else [match])]
         if not files:
-            raise UsageError(f"manifest: {missing}")
-        found.extend(file for file in files if file not in found)
+            holds = "; ".join(f"{match} holds {_listing(match)}" for match in matches)
+            raise UsageError(f"manifest: folder {name} holds no *.parquet file; {holds}")
+        for file in files:
+            found.setdefault(file.resolve(), file)
     if not found:
         raise UsageError("manifest: no file was named")
-    return tuple(found)
+    return tuple(found.values())
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(
+        file for file in folder.rglob("*.parquet") if file.is_file() and _is_visible(file.relative_to(folder))
+    )
 
 
 def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None = None) -> Manifest:
@@ -120,14 +131,14 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     counts = [_opened(path).metadata.num_rows for path in files]
     columns = list(dict.fromkeys(name for schema in schemas for name in schema.names))
     sources = _sources(columns, mapping or {})
-    ours = {source: name for name, source in sources.items()}
     fields: dict[str, pa.Field] = {}
     for path, schema in zip(files, schemas, strict=True):
+        if (twice := _repeated_name(schema)) is not None:
+            raise UsageError(f"{path}: column {twice!r} is there twice; give each column a name of its own")
         for field in schema:
-            if schema.names.count(field.name) > 1:
-                raise UsageError(f"{path}: column {field.name!r} is there twice; give each column a name of its own")
-            if field.name in ours:
-                _merge(fields, field.with_name(ours[field.name]), path, files)
+            kept = field.with_type(replaced(field.type, partial(_carriable, path=path, column=field.name)))
+            for name in (name for name, source in sources.items() if source == field.name):
+                _merge(fields, kept.with_name(name), path, files)
     return Manifest(
         files=files,
         first_rows=tuple(sum(counts[:number]) for number in range(len(counts))),
@@ -153,8 +164,9 @@ def _sources(columns: list[str], mapping: Mapping[str, str]) -> dict[str, str]:
     if "prompt" not in sources:
         near = difflib.get_close_matches("prompt", [name.lower() for name in columns], n=1, cutoff=0.5)
         guess = next((name for name in columns if near and name.lower() == near[0]), columns[0] if columns else "…")
+        found = [f"{name} (taken for another name by [columns])" if name in taken else name for name in columns]
         raise UsageError(
-            f"manifest: there is no column 'prompt'; found {', '.join(columns) or 'no columns'}. "
+            f"manifest: there is no column 'prompt'; found {', '.join(found) or 'no columns'}. "
             f"Name the right one with --set columns.prompt={guess!r} or in the job file's [columns]"
         )
     return sources
@@ -165,6 +177,8 @@ def _merge(fields: dict[str, pa.Field], field: pa.Field, path: Path, files: tupl
     if known is None:
         fields[field.name] = field
         return
+    if known.type != field.type and is_text(known.type) and is_text(field.type):
+        known, field = known.with_type(pa.large_string()), field.with_type(pa.large_string())
     try:
         unified = pa.unify_schemas([pa.schema([known]), pa.schema([field])], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError):
@@ -175,10 +189,40 @@ def _merge(fields: dict[str, pa.Field], field: pa.Field, path: Path, files: tupl
     fields[field.name] = unified.field(0)
 
 
+def _carriable(kind: pa.DataType, path: Path, column: str) -> pa.DataType:
+    # Arrow gets rows of list views wrong when it casts them.
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        raise UsageError(f"{path}: column {column!r} holds the Arrow type {kind}, which cannot be carried; write lists")
+    return without_views(kind)
+
+
+def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
+    """The first name that two columns have, or two fields of one struct, at whatever depth."""
+    names = [field.name for field in fields]
+    for field in fields:
+        if names.count(field.name) > 1:
+            return str(field.name)
+        kind = field.type
+        within = _repeated_name([kind.field(number) for number in range(kind.num_fields)])
+        if within is not None:
+            return f"{field.name}.{within}"
+    return None
+
+
+def _read(path: Path) -> Iterator[pa.RecordBatch]:
+    file, num_read = _opened(path), 0
+    try:
+        for batch in file.iter_batches(batch_size=READ_ROWS):
+            num_read += batch.num_rows
+            yield batch
+    except (OSError, pa.ArrowException) as error:
+        raise UsageError(f"{path} cannot be read beyond row {num_read}: it is damaged ({error})") from None
+
+
 def _opened(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, memory_map=True)
-    except (pa.ArrowInvalid, pa.ArrowException) as error:
+    except pa.ArrowException as error:
         with path.open("rb") as file:
             start = file.read(16)
         raise UsageError(

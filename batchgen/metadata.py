@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.columns import as_type
 from batchgen.records import Failure, Row, Written
 
 CARRIED = "carried:"
@@ -105,7 +106,7 @@ def row_table(shard: pa.Table, model: str, made: Sequence[Written], failed: Sequ
     columns["model"] = pa.repeat(pa.scalar(model), len(own))
     columns |= {name: own[name] for name in own.schema.names}
     schema = row_table_schema(carried_fields(shard.schema))
-    return pa.table({name: columns[name] for name in schema.names}).cast(schema)
+    return pa.table([as_type(columns[field.name], field.type) for field in schema], schema=schema)
 
 
 def made_rows(table: pa.Table) -> pa.Table:

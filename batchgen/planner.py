@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -200,18 +200,28 @@ def cut_group(values: Ints, counts: Ints, table: dict[int, Seconds], *, may_pad:
     Dynamic programming over rows: best[i] = min over sizes s of best[max(0, i - s)] + seconds(s, evaluations of
     row i - 1). Dropping a row from a cut never costs more, so a batch that is not the first is always full. Of a
     long run of rows with equal evaluations only the ends are searched; its middle is filled with the size of the
-    best rate, which an optimal cut of a long run uses anyway.
+    best rate, which an optimal cut of a long run uses anyway (`_num_others`).
     """
     sizes = sorted(table)
     trimmed, middles = [], []
     for value, count in zip(values.tolist(), counts.tolist(), strict=True):
         best = min(sizes, key=lambda size: (table[size].of(value) / size, -size))
-        margin = 2 * max(4 * sizes[-1], 64)
+        margin = 2 * sizes[-1] + _num_others(sizes, best)
         fill = max(0, count - margin) // best
         trimmed.append(count - fill * best)
         middles.append((best, fill))
     batches = _search(values.tolist(), trimmed, [(size, table[size]) for size in sizes], is_exact=not may_pad)
     return _with_middles(batches, trimmed, middles)
+
+
+def _num_others(sizes: list[int], best: int) -> int:
+    """How many rows of a run an optimal cut need put into batches of another size than the one of the best rate.
+
+    Of any `best` batches some have sizes that add up to a multiple of it (pigeonhole on the partial sums), and are
+    better or as well replaced by batches of that size; where each size divides the next, any `best` rows have.
+    """
+    is_chain = all(big % small == 0 for small, big in pairwise(sizes))
+    return best if is_chain else best * sizes[-1]
 
 
 def _search(

@@ -14,13 +14,15 @@ def published(run: RunDirectory, receipt: Receipt) -> Path:
 
 
 def publish(run: RunDirectory, receipt: Receipt) -> None:
-    """Give the part of a committed receipt its place in `data/`: files by link, folders by rename."""
+    """Give the part of a committed receipt its place in `data/`, if it has not got it: files by link, folders by
+    rename."""
     if not receipt.part:
         return
     source, target = run.root / "work" / receipt.part, published(run, receipt)
+    if run.files.stat(source) is None:
+        return
     if Path(receipt.part).suffix:
-        if run.files.stat(source) is not None:
-            run.files.publish_file(source, target)
-            run.files.remove(source)
+        run.files.publish_file(source, target)
+        run.files.remove(source)
     elif run.files.stat(target) is None:
         run.files.publish_folder(source, target)

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.balance import Balance
 from batchgen.job import Job
-from batchgen.plan import Draft, PlanIndex
+from batchgen.plans import Draft, PlanIndex
 from batchgen.records import Group
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
@@ -108,6 +108,7 @@ def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> st
         balance.line(),
         f"model {index.model}, {balance.shards_settled} of {balance.shards} shards settled, "
         + ("finalized" if is_finalized else "not finalized"),
+        *([balance.cut_note()] if balance.cut else []),
     ]
     header = ["shard", "rows left", "host", "pid", "job", "heartbeat"]
     claims = [

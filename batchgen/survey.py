@@ -1,7 +1,7 @@
 """A whole manifest read once: every row checked, identified and placed; what remains is arrays, no text.
 
 At its largest a survey holds about 32 bytes per row, so 10 million rows take 0.3 GB and 100 million 3 GB; the
-texts are read a second time when the plan is written (`plan.py`).
+texts are read a second time when the plan is written (`plans.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from batchgen.identity import (
     number_digests,
     occurrences,
     repeated,
+    row_digests,
     settle_seeds,
 )
-from batchgen.manifest import Manifest
+from batchgen.manifest import PARAMETERS, Manifest
 from batchgen.planner import Grouper
 from batchgen.records import Group
 
@@ -266,7 +267,7 @@ def _noise_keys(
     settled: Survey, content: npt.NDArray[np.uint32], noise: npt.NDArray[np.uint32], has_seed: Bools
 ) -> tuple[U64, Bools]:
     """Per image, in slices so that the arithmetic's temporaries stay small."""
-    keys, derived = [], []
+    keys, derived = [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
     for start in range(0, len(content), _SLICE):
         rows = slice(start, start + _SLICE)
         drawn = settled.seeds(rows, noise[rows].astype(np.uint64), has_seed[rows])
@@ -287,6 +288,9 @@ def _images(num_images: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.intp], U
 def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
     """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
     total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
+    if checked.id_texts is not None:
+        own = {name: column.take(good) for name, column in checked.columns.items() if name not in PARAMETERS}
+        total = joined(total, row_digests(own, len(good), {}))
     for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
         total = joined(total, number_digests(numbers[good].astype(np.uint64)))
     with np.errstate(over="ignore"):

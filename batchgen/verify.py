@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from batchgen.codec import decode
 from batchgen.errors import BatchgenError
 from batchgen.ledger import Ledger, Receipt
-from batchgen.parts import part_reader
+from batchgen.parts import part_digest, part_reader
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.writer import pixel_sha256
@@ -84,7 +84,10 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
         return [], 0
     try:
         publish(run, receipt)
-        table = pq.read_table(ledger.table_path(receipt.shard, receipt.epoch))
+        path = ledger.table_path(receipt.shard, receipt.epoch)
+        if hashlib.sha256(path.read_bytes()).hexdigest() != receipt.table_sha256:
+            return [Fault(f".run/work/{path.name}", "", 0, "altered: its sha256 is another one")], 0
+        table = pq.read_table(path)
     except (OSError, ValueError) as error:
         return [Fault(f"data/{receipt.part}", "", 0, f"unreadable: its row table or itself is gone ({error})")], 0
     rows = {Path(one["file_name"]).name: one for one in table.filter(pc.field("status") == "ok").to_pylist()}
@@ -100,6 +103,9 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
         faults += [_fault(row, f"missing: {error}") for name, row in rows.items() if name not in seen]
         return faults, len(rows)
     faults += [_fault(row, "missing") for name, row in rows.items() if name not in seen]
+    if not faults and part_digest(published(run, receipt))[2] != receipt.part_sha256:
+        what = "altered: its images are whole, what lies beside them is not"
+        faults.append(Fault(f"data/{receipt.part}", "", 0, what))
     return faults, len(rows)
 
 

@@ -1,280 +1,193 @@
-"""The seam to the disk: one winner per slot, whatever is lost, raced or killed."""
+"""Slots have one winner and are whole, whatever happens at whatever call."""
+
+from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
-import secrets
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from batchgen import filesystem
 from batchgen.errors import Interrupted, UsageError
-from batchgen.filesystem import FileSystem, resumable
+from batchgen.filesystem import FileSystem
+from tests.crashes import Crash, machine
 
-RESUMABLE = sorted(filesystem._RESUMABLE)
 FILES = FileSystem()
+TROUBLES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT]
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no handler of `Exception` sees it."""
+def put_all(place: tuple[str, int]) -> list[bool]:
+    """Try for every slot of a folder, with a content of one's own."""
+    folder, number = place
+    return [FILES.put_if_absent(Path(folder) / f"{slot:03d}", f"{number}-{slot}".encode() * 1000) for slot in range(40)]
 
 
-def fail_with(number: int) -> Callable[..., None]:
-    def fail(path: object, *others: object, **named: object) -> None:
-        raise OSError(number, os.strerror(number), None if isinstance(path, int) else str(path))
-
-    return fail
-
-
-@pytest.mark.parametrize("content", [b"", b"token", os.urandom(100_000)])
-def test_a_slot_holds_what_was_put_first_and_nothing_else_lies_beside_it(tmp_path: Path, content: bytes) -> None:
-    slot = tmp_path / "00000-0"
-    assert FILES.put_if_absent(slot, content)
-    assert not FILES.put_if_absent(slot, b"another")
-    assert FILES.read(slot) == content
-    assert os.listdir(tmp_path) == ["00000-0"]
-
-
-def test_of_many_threads_one_wins_each_slot(tmp_path: Path) -> None:
-    num_threads, num_slots = 16, 12
-    winners: list[list[bytes]] = [[] for _ in range(num_slots)]
-    gate = threading.Barrier(num_threads)
-
-    def race() -> None:
-        for number in range(num_slots):
-            content = secrets.token_bytes(64)
-            gate.wait()
-            if FILES.put_if_absent(tmp_path / str(number), content):
-                winners[number].append(content)
-
-    threads = [threading.Thread(target=race) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [[FILES.read(tmp_path / str(number))] for number in range(num_slots)] == winners
-    assert len(os.listdir(tmp_path)) == num_slots
-
-
-def put_all(folder: Path, num_slots: int, name: str, results: "multiprocessing.Queue[tuple[str, list[int]]]") -> None:
-    won = [slot for slot in range(num_slots) if FILES.put_if_absent(folder / str(slot), f"{name} {slot}".encode())]
-    results.put((name, won))
-
-
-def test_of_many_processes_one_wins_each_slot(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    results: multiprocessing.Queue[tuple[str, list[int]]] = context.Queue()
-    names = [f"process {number}" for number in range(4)]
-    processes = [context.Process(target=put_all, args=(tmp_path, 40, name, results)) for name in names]
-    for process in processes:
-        process.start()
-    won = dict(results.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join()
-    assert sorted(slot for slots in won.values() for slot in slots) == list(range(40))
-    for name, slots in won.items():
-        assert all(FILES.read(tmp_path / str(slot)) == f"{name} {slot}".encode() for slot in slots)
-
-
-@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_slot_whose_link_was_made_but_reported_as_failed_is_won(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    link = os.link
-
-    def lose_the_reply(source: Path, target: Path) -> None:
-        link(source, target)
-        fail_with(number)(target)
-
-    monkeypatch.setattr(os, "link", lose_the_reply)
-    assert FILES.put_if_absent(tmp_path / "slot", b"ours")
-    assert FILES.read(tmp_path / "slot") == b"ours"
-    assert os.listdir(tmp_path) == ["slot"]
-
-
-@pytest.mark.parametrize("number", [errno.EEXIST, errno.EIO, errno.ETIMEDOUT])
-def test_a_slot_of_another_is_lost_whatever_error_the_link_reports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    FILES.put_if_absent(tmp_path / "slot", b"theirs")
-    monkeypatch.setattr(os, "link", fail_with(number))
-    assert not FILES.put_if_absent(tmp_path / "slot", b"ours")
-    assert FILES.read(tmp_path / "slot") == b"theirs"
-
-
-@pytest.mark.parametrize("number", RESUMABLE)
-@pytest.mark.parametrize("call", ["link", "fsync", "unlink"])
-def test_an_error_that_leaves_the_outcome_open_stops_the_run_and_throws_nothing_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
-) -> None:
-    monkeypatch.setattr(os, call, fail_with(number))
-    with pytest.raises(Interrupted, match=str(tmp_path)):
-        FILES.put_if_absent(tmp_path / "slot", b"ours")
-    monkeypatch.undo()
-    assert any(path.read_bytes() in (b"ours", b"") for path in tmp_path.iterdir())
-    is_there = (tmp_path / "slot").exists()
-    assert is_there == (call == "unlink")
-    assert FILES.put_if_absent(tmp_path / "slot", b"ours again") != is_there
-
-
-@pytest.mark.parametrize("number", RESUMABLE)
-def test_every_error_of_a_lost_disk_is_resumable_and_names_the_path(tmp_path: Path, number: int) -> None:
-    with pytest.raises(Interrupted) as caught, resumable(tmp_path / "given"):
-        fail_with(number)(tmp_path / "found")
-    assert str(tmp_path / "found") in str(caught.value)
-    assert "run the same command again" in str(caught.value)
-    with pytest.raises(Interrupted, match="given"), resumable(tmp_path / "given"):
-        raise OSError(number, os.strerror(number))
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG])
-def test_other_errors_are_left_as_they_are(tmp_path: Path, number: int) -> None:
-    with pytest.raises(OSError, match=os.strerror(number)), resumable(tmp_path):
-        fail_with(number)(tmp_path)
-
-
-CALLS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "read": ("read_bytes", lambda folder: FILES.read(folder / "a")),
-    "names": ("listdir", lambda folder: FILES.names(folder)),
-    "stat": ("stat", lambda folder: FILES.stat(folder / "a")),
-    "touch": ("utime", lambda folder: FILES.touch(folder / "a")),
-    "make_folder": ("mkdir", lambda folder: FILES.make_folder(folder / "new")),
-    "sync_folder": ("open", lambda folder: FILES.sync_folder(folder)),
-    "publish_file": ("link", lambda folder: FILES.publish_file(folder / "a", folder / "b")),
-    "publish_folder": ("rename", lambda folder: FILES.publish_folder(folder / "a", folder / "b")),
-    "replace": ("replace", lambda folder: FILES.replace(folder / "a", folder / "b")),
-    "remove": ("unlink", lambda folder: FILES.remove(folder / "a")),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_every_call_tells_a_lost_disk_as_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    system_call, act = CALLS[name]
-    (tmp_path / "a").write_bytes(b"1")
-    owner: object = Path if system_call in ("read_bytes", "mkdir", "unlink") else os
-    monkeypatch.setattr(owner, system_call, fail_with(errno.ESTALE))
-    with pytest.raises(Interrupted, match="stale"):
-        act(tmp_path)
-
-
-def test_what_is_not_there_is_none_or_nothing(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    assert FILES.read(missing) is None
-    assert FILES.stat(missing) is None
-    assert FILES.names(missing) == []
-    FILES.remove(missing)
-
-
-class Countdown:
-    """Dies at the n-th system call of those that change or read the disk, before or after the call is made."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, deadline: int, *, is_done: bool) -> None:
-        self.left = deadline
-        for name in ("link", "unlink", "fsync", "open"):
-            monkeypatch.setattr(os, name, self._counted(getattr(os, name), is_done=is_done))
-
-    def _counted(self, call: Callable[..., object], *, is_done: bool) -> Callable[..., object]:
-        def counted(*given: object, **named: object) -> object:
-            self.left -= 1
-            if self.left == 0:
-                if is_done:
-                    call(*given, **named)
-                raise Killed
-            return call(*given, **named)
-
-        return counted
-
-
-@pytest.mark.parametrize("is_done", [False, True])
-def test_death_at_any_call_leaves_the_slot_empty_or_whole(tmp_path: Path, *, is_done: bool) -> None:
-    content = os.urandom(1_000)
-    for deadline in range(1, 20):
-        slot = tmp_path / str(deadline) / "slot"
-        slot.parent.mkdir()
-        with pytest.MonkeyPatch.context() as patch:
-            Countdown(patch, deadline, is_done=is_done)
-            try:
-                FILES.put_if_absent(slot, content)
-            except Killed:
-                pass
-            else:
-                break
-        settled = FILES.read(slot)
-        assert settled in (None, content)
-        assert FILES.put_if_absent(slot, b"the next one's") == (settled is None)
-        assert all(name == "slot" or name.endswith(".tmp") for name in FILES.names(slot.parent))
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_each_slot_has_exactly_one_winner(tmp_path: Path, kind: str) -> None:
+    places = [(str(tmp_path), number) for number in range(6 if kind == "threads" else 3)]
+    if kind == "threads":
+        with ThreadPoolExecutor(6) as pool:
+            won = list(pool.map(put_all, places))
     else:
-        raise AssertionError("put_if_absent makes more calls than this test expects")
-    assert deadline > 4
+        with get_context("spawn").Pool(3) as processes:
+            won = processes.map(put_all, places, chunksize=1)
+    for slot in range(40):
+        (winner,) = [number for number, results in enumerate(won) if results[slot]]
+        assert (tmp_path / f"{slot:03d}").read_bytes() == f"{winner}-{slot}".encode() * 1000
+    assert sorted(os.listdir(tmp_path)) == [f"{slot:03d}" for slot in range(40)]
 
 
-@given(st.lists(st.binary(min_size=1, max_size=8), min_size=1, max_size=6, unique=True))
-@settings(max_examples=20, deadline=None)
-def test_the_first_of_any_puts_is_what_all_see(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> None:
-    slot = tmp_path_factory.mktemp("slots") / "slot"
-    assert [FILES.put_if_absent(slot, content) for content in contents] == [True] + [False] * (len(contents) - 1)
-    assert FILES.read(slot) == contents[0]
+def failing(real: Callable[..., Any], code: int, *, is_done: bool) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> None:
+        if is_done:
+            real(*arguments, **options)
+        raise OSError(code, os.strerror(code), str(arguments[0]))
+
+    return call
 
 
-def test_publishing_twice_is_harmless(tmp_path: Path) -> None:
-    file, folder = tmp_path / "part.tar", tmp_path / "part"
-    file.write_bytes(b"tar")
-    folder.mkdir()
-    (folder / "image.png").write_bytes(b"png")
-    data = tmp_path / "data"
-    FILES.make_folder(data)
+@pytest.mark.parametrize("code", [*TROUBLES, errno.EEXIST])
+def test_a_link_whose_reply_was_lost_is_won(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(os.link, code, is_done=True))
+    assert FILES.put_if_absent(tmp_path / "slot", b"token one")
+    monkeypatch.undo()
+    assert FILES.names(tmp_path) == ["slot"]
+    assert FILES.read(tmp_path / "slot") == b"token one"
+
+
+@pytest.mark.parametrize("code", [*TROUBLES, errno.EEXIST])
+def test_a_link_that_failed_beside_another_winner_is_lost(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert FILES.put_if_absent(tmp_path / "slot", b"token one")
+    monkeypatch.setattr(os, "link", failing(os.link, code, is_done=False))
+    assert not FILES.put_if_absent(tmp_path / "slot", b"token two")
+    assert FILES.read(tmp_path / "slot") == b"token one"
+
+
+@pytest.mark.parametrize("code", TROUBLES)
+def test_an_unknown_outcome_stops_and_keeps_what_was_written(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", failing(os.link, code, is_done=False))
+    with pytest.raises(Interrupted, match=r"slot.*Everything committed is kept; run the same command again"):
+        FILES.put_if_absent(tmp_path / "slot", b"token one")
+    monkeypatch.undo()
+    (temp,) = FILES.names(tmp_path)
+    assert temp.startswith("slot.")
+    assert temp.endswith(".tmp")
+    assert FILES.put_if_absent(tmp_path / "slot", b"token two")
+
+
+def test_a_temporary_file_that_is_gone_already_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep may take it as soon as its slot exists, and an unlink may be sent twice."""
+
+    def link(source: Path, target: Path, real: Callable[..., None] = os.link) -> None:
+        real(source, target)
+        source.unlink()
+
+    monkeypatch.setattr(os, "link", link)
+    assert FILES.put_if_absent(tmp_path / "slot", b"token")
+
+
+def test_a_slot_is_whole_or_absent_wherever_the_machine_dies(tmp_path: Path) -> None:
+    with machine() as undisturbed:
+        FILES.put_if_absent(tmp_path / "slot", b"x" * 10_000)
+    assert undisturbed.num_changes >= 4
+    for number in range(undisturbed.num_changes):
+        for is_after in (False, True):
+            folder = tmp_path / f"{number}-{is_after}"
+            folder.mkdir()
+            with pytest.raises(Crash), machine(number, is_after=is_after):
+                FILES.put_if_absent(folder / "slot", b"x" * 10_000)
+            before = FILES.read(folder / "slot")
+            assert before in (None, b"x" * 10_000)
+            assert FILES.put_if_absent(folder / "slot", b"other") == (before is None)
+            assert FILES.read(folder / "slot") == (before or b"other")
+
+
+def prepared(path: Path) -> Path:
+    (path / "file").write_bytes(b"x")
+    (path / "folder").mkdir()
+    return path
+
+
+CALLS: list[tuple[str, str, Callable[[Path], Any]]] = [
+    ("os.fsync", "new", lambda path: FILES.write(path / "new", b"x")),
+    ("os.listdir", "", lambda path: FILES.names(path)),
+    ("os.stat", "file", lambda path: FILES.stat(path / "file")),
+    ("os.utime", "file", lambda path: FILES.touch(path / "file")),
+    ("os.mkdir", "made", lambda path: FILES.make_folder(path / "made" / "within")),
+    ("os.fsync", "", lambda path: FILES.sync_folder(path)),
+    ("os.link", "file", lambda path: FILES.publish_file(path / "file", path / "target")),
+    ("os.rename", "folder", lambda path: FILES.publish_folder(path / "folder", path / "target")),
+    ("os.replace", "file", lambda path: FILES.replace(path / "file", path / "target")),
+    ("os.unlink", "file", lambda path: FILES.remove(path / "file")),
+]
+
+
+@pytest.mark.parametrize("code", TROUBLES)
+@pytest.mark.parametrize(("name", "place", "call"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_lost_disk_interrupts_with_its_path(
+    tmp_path: Path, name: str, place: str, call: Callable[[Path], Any], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepared(tmp_path)
+
+    def lost(*arguments: Any, **options: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(name, lost)
+    with pytest.raises(Interrupted) as stopped:
+        call(path)
+    monkeypatch.undo()
+    assert str(path) in str(stopped.value)
+    assert os.strerror(code) in str(stopped.value)
+    assert stopped.value.exit_code == 75
+
+
+def test_an_error_that_is_nobody_s_trouble_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "utime", failing(os.utime, errno.EBADF, is_done=False))
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        FILES.touch(prepared(tmp_path) / "file")
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    assert FILES.read(tmp_path / "none") is None
+    assert FILES.stat(tmp_path / "none") is None
+    assert FILES.names(tmp_path / "none") == []
+    FILES.remove(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_publishing_twice_is_harmless(tmp_path: Path, kind: str) -> None:
+    path = prepared(tmp_path)
+    publish = FILES.publish_file if kind == "file" else FILES.publish_folder
     for _ in range(2):
-        FILES.publish_file(file, data / file.name)
-        FILES.publish_folder(folder, data / folder.name)
-    assert (data / "part.tar").read_bytes() == b"tar"
-    assert (data / "part" / "image.png").read_bytes() == b"png"
+        publish(path / kind, path / "target")
+        assert (path / "target").exists()
+    with pytest.raises(FileNotFoundError):
+        publish(path / "none", path / "other")
 
 
-def test_a_part_that_is_nowhere_is_an_error_and_not_silence(tmp_path: Path) -> None:
-    for publish in (FILES.publish_file, FILES.publish_folder):
-        with pytest.raises(FileNotFoundError):
-            publish(tmp_path / "nowhere", tmp_path / "target")
+def test_a_part_published_by_another_meanwhile_is_published(tmp_path: Path) -> None:
+    path = prepared(tmp_path)
+    os.link(path / "file", path / "target")
+    (path / "file").unlink()
+    FILES.publish_file(path / "file", path / "target")
+    assert (path / "target").read_bytes() == b"x"
 
 
-def test_write_never_overwrites(tmp_path: Path) -> None:
-    FILES.write(tmp_path / "a", b"1")
-    with pytest.raises(FileExistsError):
-        FILES.write(tmp_path / "a", b"2")
-    assert (tmp_path / "a").read_bytes() == b"1"
-
-
-def test_replace_takes_the_place_of_a_file_or_of_none(tmp_path: Path) -> None:
-    for content in (b"1", b"2"):
-        FILES.write(tmp_path / "new", content)
-        FILES.replace(tmp_path / "new", tmp_path / "place")
-        assert (tmp_path / "place").read_bytes() == content
-
-
-def test_touch_makes_the_change_time_newer(tmp_path: Path) -> None:
-    path = tmp_path / "claim"
-    path.write_bytes(b"")
-    os.utime(path, (1, 1))
-    FILES.touch(path)
-    found = FILES.stat(path)
-    assert found is not None
-    assert found.mtime_s > 1
-
-
-def test_a_folder_that_cannot_link_is_refused_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FILES.probe(tmp_path)
-    assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(os, "link", fail_with(errno.EPERM))
-    with pytest.raises(UsageError, match="cannot link"):
+    assert FILES.names(tmp_path) == []
+    monkeypatch.setattr(os, "link", failing(os.link, errno.EPERM, is_done=False))
+    with pytest.raises(UsageError, match=r"this file system cannot link files .*NFS, Lustre, GPFS and local disks do"):
         FILES.probe(tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_full_disk_at_the_probe_is_resumable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "link", fail_with(errno.ENOSPC))
-    with pytest.raises(Interrupted, match="full"):
+    assert FILES.names(tmp_path) == []
+    monkeypatch.setattr(os, "link", failing(os.link, errno.ENOSPC, is_done=False))
+    with pytest.raises(Interrupted, match="the disk is full"):
         FILES.probe(tmp_path)

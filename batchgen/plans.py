@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.checks import Checked
-from batchgen.columns import is_text
+from batchgen.columns import as_type, is_text
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.manifest import Manifest
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Batch, Group, Row
@@ -124,6 +126,8 @@ class PlanFile:
     """Path under `.run/plan/`."""
     num_bytes: int
     sha256: str
+    footer_sha256: str
+    """Of the end that is read beside each row group."""
     first_shard: int
     num_shards: int
 
@@ -221,14 +225,9 @@ def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
 
 
 def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[PlanFile]:
-    carried = drafted.survey.manifest.schema
-    schema = COLUMNS
-    for name in drafted.survey.manifest.carried:
-        schema = schema.append(pa.field(CARRIED + name, carried.field(name).type))
-    shard_start = drafted.cut.shard_row_start
-    spilled = Reorder(folder, schema, part_bounds(shard_start))
+    spilled = Reorder(folder, row_schema(drafted.survey.manifest), part_bounds(drafted.cut.shard_row_start))
     with resumable(folder):
-        for table, ranks in _plan_rows(drafted, schema):
+        for table, ranks in plan_rows(drafted):
             spilled.add(table, ranks)
         shards = _shards(spilled.parts(), drafted.cut)
         with ThreadPoolExecutor(WRITERS) as pool:
@@ -245,19 +244,35 @@ def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[Pl
 
 def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
     repeated = ["sampler", "negative_prompt", "width", "height", "steps", "batch", "batch_size"]
+    options = {"use_dictionary": repeated, "write_statistics": False, "write_page_checksum": True}
     with resumable(path), path.open("xb+") as file:
-        with pq.ParquetWriter(file, shards[0].schema, use_dictionary=repeated, write_statistics=False) as writer:
+        with pq.ParquetWriter(file, shards[0].schema, **options) as writer:
             for shard in shards:
                 writer.write_table(shard, row_group_size=shard.num_rows)
         files.sync_file(file)
         file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, first, len(shards))
+        digest, footer = hashlib.file_digest(file, "sha256").hexdigest(), _footer_digest(file)
+    return PlanFile(f"{path.parent.name}/{path.name}", path.stat().st_size, digest, footer, first, len(shards))
 
 
-def _plan_rows(drafted: Draft, schema: pa.Schema) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
-    """All images in manifest order as tables of `schema`, with their ranks."""
+def _footer_digest(file: BinaryIO) -> str:
+    """SHA-256 of a Parquet file's footer, which the checksums of its pages leave out."""
+    file.seek(-8, os.SEEK_END)
+    length = int.from_bytes(file.read(4), "little")
+    file.seek(-8 - length, os.SEEK_END)
+    return hashlib.sha256(file.read()).hexdigest()
+
+
+def row_schema(manifest: Manifest) -> pa.Schema:
+    """`COLUMNS` and the manifest's own columns."""
+    carried = [pa.field(CARRIED + name, manifest.schema.field(name).type) for name in manifest.carried]
+    return pa.schema([*COLUMNS, *carried])
+
+
+def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `row_schema`, with their ranks."""
     survey = drafted.survey
+    schema = row_schema(survey.manifest)
     row, image = 0, 0
     for checked, batch, good in survey.batches():
         rows = slice(row, row + len(good))
@@ -304,7 +319,7 @@ def _table(
     }
     for name in schema.names[len(COLUMNS) :]:
         arrays[name] = batch.column(name.removeprefix(CARRIED)).take(places)
-    return pa.table([pa.array(arrays[field.name]).cast(field.type) for field in schema], schema=schema)
+    return pa.table([as_type(pa.array(arrays[field.name]), field.type) for field in schema], schema=schema)
 
 
 def _shards(parts: Iterator[pa.Table], cut_rows: Cut) -> Iterator[pa.Table]:
@@ -341,11 +356,15 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with resumable(path), pq.ParquetFile(path) as opened:
-                table = opened.read_row_group(number - file.first_shard)
-        except (FileNotFoundError, pa.ArrowInvalid) as error:
+            with resumable(path), path.open("rb") as source:
+                if _footer_digest(source) != file.footer_sha256:
+                    raise ValueError("its footer is another one")
+                with pq.ParquetFile(source, page_checksum_verification=True) as opened:
+                    table = opened.read_row_group(number - file.first_shard)
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
-        return table.cast(pa.schema([_short(field) for field in table.schema]))
+        schema = pa.schema([_short(field) for field in table.schema])
+        return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
 
 
 def _short(field: pa.Field) -> pa.Field:
