@@ -432,6 +432,7 @@ def test_an_epoch_that_was_taken_away_is_thrown_away_and_its_rows_are_made_once(
     one.work(generator, may_wait=True)
     assert [receipt.kind for receipt in one.receipts()] == [ABANDONED, COMMITTED]
     assert os.listdir(one.plan.run.data) == ["00000-1"]
+    assert "00000-0" not in one.left_in_work()
     assert (len(one.table()), one.heard.made) == (4, 4)
     assert "thrown away" in one.heard.lines[0]
 
