@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from batchgen.checks import Checked
 from batchgen.columns import as_type, is_text
 from batchgen.cost import Cost
+from batchgen.disk import remove
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.manifest import Manifest
@@ -191,10 +192,34 @@ def freeze(
     or that of whoever was first."""
     token = secrets.token_hex(8)
     folder = root / f"0-{token}"
+    try:
+        index = _written(drafted, folder, files, model, job, fingerprint, rejections)
+        if files.put_if_absent(root / "0.json", index.to_bytes(token)):
+            return index
+    except FileNotFoundError:
+        # The folder of a plan that lost is swept when the run of the one that won is finalized.
+        if load_index(root, files) is None:
+            raise
+    remove(folder)
+    existing = load_index(root, files)
+    assert existing is not None
+    return existing
+
+
+def _written(
+    drafted: Draft,
+    folder: Path,
+    files: FileSystem,
+    model: str,
+    job: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    rejections: Rejections,
+) -> PlanIndex:
+    """The index of a plan whose files lie in `folder`."""
     files.make_folder(folder)
     if rejections.num_cells:
         rejections.write(folder / REJECTED, files)
-    index = PlanIndex(
+    return PlanIndex(
         number=0,
         folder=folder.name,
         files=tuple(_write_files(drafted, folder, files)),
@@ -207,14 +232,6 @@ def freeze(
         job=job,
         fingerprint=fingerprint,
     )
-    if files.put_if_absent(root / "0.json", index.to_bytes(token)):
-        return index
-    for name in files.names(folder):
-        files.remove(folder / name)
-    folder.rmdir()
-    existing = load_index(root, files)
-    assert existing is not None
-    return existing
 
 
 def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
