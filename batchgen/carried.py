@@ -15,7 +15,7 @@ Column: TypeAlias = "pa.Array | pa.ChunkedArray"
 
 def is_readable(kind: pa.DataType) -> bool:
     """Whether `datasets` reads the type from Parquet: it knows no maps and no extension types."""
-    return not _holds(kind, _is_unknown)
+    return not holds(kind, _is_unknown)
 
 
 def is_folder_readable(kind: pa.DataType) -> bool:
@@ -24,7 +24,7 @@ def is_folder_readable(kind: pa.DataType) -> bool:
     It takes that table apart into Python objects: integers above 2^63 - 1 overflow, nanoseconds are cut off,
     and a struct's field "file_name" is opened as an image.
     """
-    return not _holds(kind, lambda part: _is_unknown(part) or _is_unsafe_as_object(part))
+    return not holds(kind, lambda part: _is_unknown(part) or _is_unsafe_as_object(part))
 
 
 def as_text(column: Column) -> Column:
@@ -45,12 +45,13 @@ def as_texts(column: Column) -> list[str | None]:
     return texts
 
 
-def _holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:
+    """Whether a type or one within it passes a test."""
     if test(kind):
         return True
     if pa.types.is_dictionary(kind):
-        return _holds(kind.value_type, test)
-    return any(_holds(kind.field(i).type, test) for i in range(kind.num_fields))
+        return holds(kind.value_type, test)
+    return any(holds(kind.field(i).type, test) for i in range(kind.num_fields))
 
 
 def _is_unknown(kind: pa.DataType) -> bool:

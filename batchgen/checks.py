@@ -90,12 +90,22 @@ class Rules:
             value = getattr(self.job.sampling, name)
             if value is not None and value > most:
                 raise UsageError(f"sampling.{name} = {value} must be a whole number from 1 to {most}")
+        if self.facts.guided_above is None and self.job.sampling.negative_prompt:
+            raise UsageError(f"sampling.negative_prompt {self.no_effect}; leave it out")
 
     @property
     def limits(self) -> dict[str, int]:
         """The largest value of each parameter that is a whole number."""
         steps = min(self.facts.max_steps or MAX_STEPS, MAX_COUNTED_STEPS)
         return {"width": MAX_SIZE, "height": MAX_SIZE, "steps": steps, "num_images": MAX_IMAGES}
+
+    @property
+    def no_effect(self) -> str:
+        """Why a negative prompt of a row that is not guided is refused."""
+        above = self.facts.guided_above
+        if above is None:
+            return "has no effect: this model is never guided"
+        return f"has no effect at this row's guidance_scale: this model is guided above {above:g}"
 
     def check(self, batch: pa.RecordBatch, first_row: int) -> Checked:
         """Resolve and check one batch of manifest rows that begins at manifest row `first_row`."""
@@ -164,15 +174,9 @@ class _Check:
     def _negative_prompt(self, guidance: npt.NDArray[np.float64]) -> pa.Array:
         facts, default = self.rules.facts, self.rules.job.sampling.negative_prompt
         column = self._text("negative_prompt", None)
-        if facts.guided_above is None:
-            return column if default is None else column.fill_null(default)
-        is_guided = guidance > facts.guided_above
-        is_text = pc.greater(pc.binary_length(column), 0).fill_null(False)
-        self._refuse(
-            "negative_prompt",
-            ~is_guided & is_text.to_numpy(zero_copy_only=False),
-            f"has no effect at this row's guidance_scale: this model is guided above {facts.guided_above:g}",
-        )
+        is_guided = guidance > (np.inf if facts.guided_above is None else facts.guided_above)
+        is_text = pc.greater(pc.binary_length(column), 0).fill_null(False).to_numpy(zero_copy_only=False)
+        self._refuse("negative_prompt", ~is_guided & is_text, self.rules.no_effect)
         if default is None:
             return column
         return pc.if_else(pa.array(is_guided), column.fill_null(default), column)
@@ -183,7 +187,7 @@ class _Check:
         parsed = floats(self.columns["guidance_scale"])
         self._refuse("guidance_scale", parsed.is_bad, "must be a finite number")
         # Nothing is known of a bad row's guidance: no rule about what it would do shall name the row as well.
-        return np.where(parsed.is_bad, np.inf, np.where(parsed.given, parsed.values, default))
+        return np.where(parsed.is_bad, np.inf, np.where(parsed.given, parsed.values, default)) + 0.0
 
     def _count(self, column: str, default: int) -> Ints:
         most = self.rules.limits[column]
@@ -280,5 +284,5 @@ def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
             canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
     if "guidance_scale" in canonical:
         numbers = floats(canonical["guidance_scale"])
-        canonical["guidance_scale"] = pa.array(numbers.values, mask=~numbers.given | numbers.is_bad)
+        canonical["guidance_scale"] = pa.array(numbers.values + 0.0, mask=~numbers.given | numbers.is_bad)
     return canonical

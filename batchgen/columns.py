@@ -32,7 +32,7 @@ def decoded(column: pa.Array) -> pa.Array:
     if isinstance(column, pa.ExtensionArray):
         column = column.storage
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        return decoded(column.dictionary).take(column.indices)
     if is_text(column.type):
         return column.cast(pa.large_string())
     return column
@@ -176,7 +176,7 @@ def floats(column: pa.Array) -> Parsed:
 def is_given(column: pa.Array) -> Bools:
     """Which entries are not null, be it by themselves or by what their dictionary holds."""
     if pa.types.is_dictionary(column.type) and column.dictionary.null_count:
-        column = column.dictionary_decode()
+        column = decoded(column)
     given: Bools = pc.is_valid(column).to_numpy(zero_copy_only=False)
     return given
 

@@ -119,8 +119,9 @@ def column_digests(column: pa.Array) -> Digests:
 
 
 def _shortened(column: pa.Array) -> pa.Array:
-    """Times without the zeros that a finer unit puts at the end of their seconds."""
-    return pc.replace_substring_regex(pc.replace_substring_regex(column, r"(\.\d*?)0+$", r"\1"), r"\.$", "")
+    """Times, in UTC or without a zone, without the zeros that a finer unit puts at the end of their seconds."""
+    column = pc.replace_substring_regex(column, r"(\.\d*?)0+(Z?)$", r"\1\2")
+    return pc.replace_substring_regex(column, r"\.(Z?)$", r"\1")
 
 
 def _spelled(value: object) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.carried import holds
 from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
@@ -182,14 +183,25 @@ def _merge(fields: dict[str, pa.Field], field: pa.Field, path: Path, files: tupl
         return
     if known.type != field.type and is_text(known.type) and is_text(field.type):
         known, field = known.with_type(pa.large_string()), field.with_type(pa.large_string())
-    try:
-        unified = pa.unify_schemas([pa.schema([known]), pa.schema([field])], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
+    kind = _common(known, field)
+    if kind is None:
         raise UsageError(
             f"manifest: column {field.name!r} is {field.type} in {path} but {known.type} in an earlier file "
             f"({files[0]} is the first); files of one manifest agree about their columns"
-        ) from None
-    fields[field.name] = unified.field(0)
+        )
+    fields[field.name] = known.with_type(kind)
+
+
+def _common(one: pa.Field, other: pa.Field) -> pa.DataType | None:
+    """The type that holds the values of both, None if there is none. Arrow would make bytes of texts beside bytes, and
+    floats of decimals beside floats: those do not say the same."""
+    try:
+        kind = pa.unify_schemas([pa.schema([one]), pa.schema([other])], promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
+    kept = (is_text, pa.types.is_decimal)
+    is_lost = any(holds(field.type, test) and not holds(kind, test) for field in (one, other) for test in kept)
+    return None if is_lost else kind
 
 
 def _carriable(kind: pa.DataType, path: Path, column: str) -> pa.DataType:

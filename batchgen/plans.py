@@ -39,8 +39,7 @@ from batchgen.survey import Survey
 
 SHARDS_PER_FILE = 1_000
 MAX_GROUPS = 2**16
-MAX_IMAGES = 2**32
-"""What the sort key and the ranks of a draft can count."""
+"""What the sort key of a draft can count."""
 REJECTED = "rejected.parquet"
 WRITERS = 2
 """Plan files written at a time."""
@@ -80,10 +79,9 @@ class Draft:
 def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
     order of the manifest does not matter."""
-    if len(survey.groups) > MAX_GROUPS or survey.num_images_total >= MAX_IMAGES:
+    if len(survey.groups) > MAX_GROUPS:
         raise UsageError(
-            f"manifest: it has {survey.num_images_total:,} images in {len(survey.groups):,} groups; one run takes "
-            f"{MAX_IMAGES - 1:,} images in {MAX_GROUPS:,} groups at most: split it"
+            f"manifest: its rows fall into {len(survey.groups):,} groups; one run takes {MAX_GROUPS:,}: split it"
         )
     in_order = order_of_groups(survey.groups)
     place = np.empty(len(in_order), np.uint64)
@@ -97,10 +95,9 @@ def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     del key
     group_of_run, evaluations = runs >> np.uint64(16), (runs & np.uint64(0xFFFF)).astype(np.int64)
     groups = tuple(survey.groups[number] for number in in_order)
-    of_group = [(number, group_of_run == number) for number in range(len(groups))]
-    cut_rows = cut(
-        groups, [(number, evaluations[here], counts[here]) for number, here in of_group if here.any()], cost, limits
-    )
+    edges = np.searchsorted(group_of_run, np.arange(len(groups) + 1, dtype=np.uint64)).tolist()
+    of_group = [(number, slice(*here)) for number, here in enumerate(pairwise(edges)) if here[0] < here[1]]
+    cut_rows = cut(groups, [(number, evaluations[here], counts[here]) for number, here in of_group], cost, limits)
     rank = np.empty(len(order), np.uint32)
     rank[order] = np.arange(len(order), dtype=np.uint32)
     return Draft(survey, cost, groups, cut_rows, rank)

@@ -36,6 +36,8 @@ from batchgen.planner import Grouper
 from batchgen.records import Group
 
 U64 = npt.NDArray[np.uint64]
+MAX_IMAGES = 2**32
+"""What the ranks of a draft can count."""
 _SLICE = 1_000_000
 
 
@@ -67,7 +69,7 @@ class Survey:
     num_repeated_noise: int
     """Images with an explicit seed that repeat another one's content and noise."""
     rows_digest: str
-    """Of the good rows with their ids, contents and seeds, whatever their order."""
+    """Of the rows that break no rule, duplicates of an id among them, whatever their order."""
 
     @property
     def num_rejected(self) -> int:
@@ -194,33 +196,37 @@ def _refuse_duplicates(
     same = (ids.high[order][1:] == ids.high[order][:-1]) & (ids.low[order][1:] == ids.low[order][:-1])
     if not same.any():
         return None
-    places = np.sort(order[np.append(same, False) | np.append(False, same)])
-    rows = np.flatnonzero(is_good)[places]
-    names = _id_texts(manifest, rows)
-    others: dict[str, list[int]] = {}
-    for row, name in zip(rows.tolist(), names, strict=True):
-        others.setdefault(name, []).append(row)
-    on_bad([BadCell(row, "id", repr(name), _duplicate(others[name], row)) for row, name in zip(rows.tolist(), names)])  # noqa: B905
-    is_good[rows] = False
+    is_twice = np.append(same, False) | np.append(False, same)
+    number = np.cumsum(np.append(True, ~same))[is_twice]
+    places, row_of = order[is_twice], np.flatnonzero(is_good)
+    first = np.searchsorted(number, number)
+    in_order = np.argsort(places)
+    for rows, names in _id_texts(manifest, row_of[places[in_order]]):
+        cells = []
+        for at, name in zip(in_order[rows].tolist(), names, strict=True):
+            some = slice(first[at], first[at] + 4)
+            others = row_of[places[some][(number[some] == number[at]) & (places[some] != places[at])]]
+            cells.append(BadCell(int(row_of[places[at]]), "id", repr(name), _duplicate(others.tolist())))
+        on_bad(cells)
+    is_good[row_of[places]] = False
     keep = np.ones(len(ids), bool)
     keep[places] = False
     return keep
 
 
-def _duplicate(rows: list[int], row: int) -> str:
-    others = [str(other) for other in rows if other != row][:3]
-    return f"must be unique; manifest row {', '.join(others)} has it too"
+def _duplicate(others: list[int]) -> str:
+    return f"must be unique; manifest row {', '.join(map(str, others[:3]))} has it too"
 
 
-def _id_texts(manifest: Manifest, rows: npt.NDArray[np.intp]) -> list[str]:
-    found: list[str] = []
+def _id_texts(manifest: Manifest, rows: npt.NDArray[np.intp]) -> Iterator[tuple[slice, list[str]]]:
+    """The ids of some ascending rows, batch by batch: which of the rows, and their ids."""
     first_row = 0
     for batch in manifest.batches():
-        start, end = np.searchsorted(rows, [first_row, first_row + batch.num_rows])
+        start, end = np.searchsorted(rows, [first_row, first_row + batch.num_rows]).tolist()
         column = decoded(batch.column("id"))
-        found += [str(column[int(row) - first_row].as_py()) for row in rows[start:end]]
+        if end > start:
+            yield slice(start, end), [str(column[int(row) - first_row].as_py()) for row in rows[start:end]]
         first_row += batch.num_rows
-    return found
 
 
 def _settled(
@@ -233,6 +239,8 @@ def _settled(
     keep: Bools | None,
 ) -> Survey:
     num_images = gathered.take("num_images", keep)
+    if (total := int(num_images.sum(dtype=np.uint64))) >= MAX_IMAGES:
+        raise UsageError(f"manifest: it asks for {total:,} images; one run takes {MAX_IMAGES - 1:,}: split it")
     settled = Survey(
         manifest=manifest,
         rules=rules,

@@ -66,7 +66,7 @@ def scalars_columns(draw: st.DrawFn, size: int) -> tuple[pa.Array, list[Any]]:
     column = pa.array(values, kind)
     if pa.types.is_floating(kind):
         values = column.cast(pa.float64()).to_pylist()
-    if kind not in (pa.string_view(), pa.float16(), pa.decimal32(5, 2)) and draw(st.booleans()):
+    if kind not in (pa.float16(), pa.decimal32(5, 2)) and draw(st.booleans()):
         column = draw(dictionaries(column))
     return column, values
 

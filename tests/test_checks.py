@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -206,6 +206,18 @@ def test_ids_are_texts_or_whole_numbers(kind: pa.DataType) -> None:
     assert checked.id_texts is not None
     assert checked.id_texts.to_pylist() == ["1", "2"]
     assert not checked.bad
+
+
+def test_a_model_that_is_never_guided_refuses_negative_prompts() -> None:
+    """It runs the network once per step whatever the guidance scale: a negative prompt would be ignored."""
+    facts = replace(PATTERN, guided_above=None)
+    columns = {"prompt": ["a"] * 3, "negative_prompt": ["blurry", "", None], "guidance_scale": [7.5, 7.5, 7.5]}
+    checked = Rules(pattern_job(), facts).check(pa.RecordBatch.from_pydict(columns), 0)
+    rule = "has no effect: this model is never guided"
+    assert checked.bad == [BadCell(0, "negative_prompt", "'blurry'", rule)]
+    assert checked.negative_prompt.to_pylist()[1:] == ["", None]
+    with pytest.raises(UsageError, match=f"sampling.negative_prompt {rule}; leave it out"):
+        Rules(pattern_job("sampling.negative_prompt=blurry"), facts)
 
 
 @pytest.mark.parametrize(

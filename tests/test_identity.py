@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from batchgen import identity, manifest, survey
 from batchgen.checks import Rules, identify
+from batchgen.columns import is_given, is_text, plain, retyped
 from batchgen.identity import (
     Digests,
     Redrawn,
@@ -152,10 +154,35 @@ def test_text_digests_are_those_of_each_value(values: list[bytes | None], times:
     assert digests.low.tolist() == [int(one.low[0]) for one in one_by_one] * (times + 1)
 
 
+@given(st.integers(1, 3).flatmap(any_column))
+def test_digests_differ_where_values_do(column: pa.Array) -> None:
+    """Two values that are the same are written the same, broken text as its bytes."""
+    digests = column_digests(column).hex().to_pylist()
+    written = [retyped(plain(column.slice(n, 1)), _as_bytes).to_string() for n in range(len(column))]
+    given_ones = [n for n in range(len(column)) if is_given(column)[n]]
+    for one, two in itertools.combinations(given_ones, 2):
+        assert (digests[one] == digests[two]) == (written[one] == written[two])
+
+
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    return pa.large_binary() if is_text(kind) else kind
+
+
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_times_are_the_same_in_every_unit(unit: str) -> None:
-    times = pa.array([0, 86_400, 1_700_000_000], pa.timestamp("s"))
-    assert column_digests(times.cast(pa.timestamp(unit))).hex() == column_digests(times).hex()
+@pytest.mark.parametrize("zone", [None, "UTC", "Asia/Kolkata"])
+def test_times_are_the_same_in_every_unit(unit: str, zone: str | None) -> None:
+    times = pa.array([0, 86_400, 1_700_000_000], pa.timestamp("s", zone))
+    assert column_digests(times.cast(pa.timestamp(unit, zone))).hex() == column_digests(times).hex()
+    if unit in ("us", "ns"):
+        halves = pa.array([1_500_000, 10, 100_000_000], pa.timestamp("us", zone))
+        digests = column_digests(halves.cast(pa.timestamp(unit, zone))).hex().to_pylist()
+        assert digests == column_digests(halves).hex().to_pylist()
+        assert len({*digests, *column_digests(times).hex().to_pylist()}) == 6
+
+
+def test_zero_guidance_is_zero_whatever_its_sign() -> None:
+    one, other = (_frozen_rows({"prompt": ["a"], "guidance_scale": [zero]}) for zero in (0.0, -0.0))
+    assert one == other
 
 
 def test_a_column_that_is_not_there_is_as_good_as_null() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def test_a_name_without_a_file_is_told_what_is_there(files: Path, name: str, sen
     with pytest.raises(UsageError) as refused:
         find_files([files / "a.parquet", files / name])
     assert sentence.format(path=files) in str(refused.value)
+
+
+@pytest.mark.parametrize(("number", "end"), [(10, "c09"), (11, "c09 and 1 more"), (13, "c09 and 3 more")])
+def test_ten_of_many_names_are_listed(tmp_path: Path, number: int, end: str) -> None:
+    for name in range(number):
+        (tmp_path / f"c{name:02d}").touch()
+    with pytest.raises(UsageError) as refused:
+        find_files([tmp_path / "x.parquet"])
+    assert str(refused.value).endswith(f"holds {', '.join(f'c{name:02d}' for name in range(9))}, {end}")
 
 
 def test_a_file_with_glob_letters_in_its_name_is_itself(tmp_path: Path) -> None:
@@ -204,6 +214,10 @@ def test_columns_that_a_file_lacks_are_null_there(tmp_path: Path) -> None:
         ("own", [True], [1]),
         ("own", [{"a": 1}], [[1]]),
         ("seed", ["1"], [1]),
+        ("own", ["a"], [b"a"]),
+        ("own", [["a"]], [[b"a"]]),
+        ("own", [Decimal("123456789012.34")], pa.array([0.5], pa.float32())),
+        ("own", [{"a": Decimal("0.1")}], [{"a": 0.5}]),
     ],
 )
 def test_files_that_disagree_about_a_column_are_named(tmp_path: Path, column: str, first: Any, second: Any) -> None:
