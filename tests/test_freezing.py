@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import os
 from pathlib import Path
@@ -80,12 +81,15 @@ def test_many_parts_and_many_files_hold_what_one_file_holds(tmp_path: Path, monk
     assert len(os.listdir(tmp_path / "many" / many.folder)) == len(many.files)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("MAX_GROUPS", 1), ("MAX_IMAGES", 3)])
+@pytest.mark.parametrize(
+    ("name", "limit", "what"), [("plans.MAX_GROUPS", 1, "2 groups"), ("survey.MAX_IMAGES", 3, "3 images")]
+)
 def test_more_than_a_plan_can_count_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int, what: str
 ) -> None:
-    monkeypatch.setattr(plans, name, limit)
-    with pytest.raises(UsageError, match=r"3 images in 2 groups.*split it"):
+    module, constant = name.split(".")
+    monkeypatch.setattr(importlib.import_module(f"batchgen.{module}"), constant, limit)
+    with pytest.raises(UsageError, match=f"{what}.* split it"):
         planned(tmp_path, prompts(3, width=[64, 64, 128]))
 
 
