@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -243,16 +242,13 @@ def test_half_precision_is_near_diffusers(dtype: str, least_db: float, sampler: 
         assert tiny.psnr(made.pixels, wanted) >= least_db
 
 
-def test_the_demo_model_runs_at_once() -> None:
+def test_the_demo_model_makes_the_same_picture_again() -> None:
     job = tiny.job("demo")
     facts = facts_of(job.model)
     generator = open_generator(job)
     row = tiny.row(steps=facts.steps, sampler=facts.sampler, width=facts.width, height=facts.height)
     batch = tiny.batch([row], facts)
-    generator.generate(batch, tiny.never)
-    start_s = time.perf_counter()
     first = generator.generate(batch, tiny.never)[0]
-    assert time.perf_counter() - start_s < 1
     second = open_generator(job).generate(batch, tiny.never)[0]
     assert isinstance(first, Image)
     assert isinstance(second, Image)
