@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.ledger import Ledger, ShardState, stem
-from batchgen.plan import PlanIndex
+from batchgen.plans import PlanIndex
 
 
 @dataclass(frozen=True, slots=True)

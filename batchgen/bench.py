@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
-from batchgen.plan import PlanReader, batches, freeze
+from batchgen.plans import PlanReader, batches, freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
 

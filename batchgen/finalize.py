@@ -26,7 +26,7 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
-from batchgen.plan import REJECTED, PlanIndex
+from batchgen.plans import REJECTED, PlanIndex
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds

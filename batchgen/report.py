@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.balance import Balance
 from batchgen.job import Job
-from batchgen.plan import Draft, PlanIndex
+from batchgen.plans import Draft, PlanIndex
 from batchgen.records import Group
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}

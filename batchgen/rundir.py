@@ -16,8 +16,8 @@ from batchgen.manifest import Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, identity
-from batchgen.plan import Draft, PlanIndex, draft, freeze, load_index
 from batchgen.planner import Limits
+from batchgen.plans import Draft, PlanIndex, draft, freeze, load_index
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation

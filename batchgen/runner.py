@@ -15,7 +15,7 @@ from batchgen.generator import Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger, this_process
 from batchgen.modes import settle_dtype
-from batchgen.plan import PlanIndex, PlanReader
+from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop

@@ -1,7 +1,7 @@
 """A whole manifest read once: every row checked, identified and placed; what remains is arrays, no text.
 
 At its largest a survey holds about 32 bytes per row, so 10 million rows take 0.3 GB and 100 million 3 GB; the
-texts are read a second time when the plan is written (`plan.py`).
+texts are read a second time when the plan is written (`plans.py`).
 """
 
 from __future__ import annotations

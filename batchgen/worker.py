@@ -21,7 +21,7 @@ from batchgen.generator import DeviceLost, Dropped, Generator, OutOfMemory
 from batchgen.job import Job
 from batchgen.ledger import COMMITTED, Ledger, Receipt, ShardState, stem
 from batchgen.metadata import row_table
-from batchgen.plan import PlanReader, batches
+from batchgen.plans import PlanReader, batches
 from batchgen.progress import Progress
 from batchgen.publish import publish
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row

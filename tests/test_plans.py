@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import manifest, plan, spill
+from batchgen import manifest, plans, spill
 from batchgen.errors import UsageError
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import PATTERN
-from batchgen.plan import PlanIndex, PlanReader, batches, load_index
+from batchgen.plans import PlanIndex, PlanReader, batches, load_index
 from batchgen.records import Group
 from batchgen.rundir import RunDirectory, open_run
 from tests.plans import Frozen, folder, frozen, pattern_job, write
+from tests.processes import PROCESSES
 
 LINES = st.fixed_dictionaries(
     {
@@ -79,7 +79,7 @@ def test_a_frozen_plan_holds_the_rows_of_its_manifest(
     with folder() as path, pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "READ_ROWS", read_rows)
         patch.setattr(spill, "PART_ROWS", part_rows)
-        patch.setattr(plan, "SHARDS_PER_FILE", 2)
+        patch.setattr(plans, "SHARDS_PER_FILE", 2)
         done = frozen(path, table_of(lines), overrides=["plan.shard_images=4", "plan.max_batch=2"])
         rows, wanted = done.by_position, resolved(lines)
         assert [row["position"] for row in rows] == list(range(len(wanted))) == list(range(done.index.num_rows))
@@ -167,7 +167,7 @@ def test_of_several_planners_one_wins_and_all_use_its_plan(tmp_path: Path, pool:
         with ThreadPoolExecutor(8) as threads:
             found = [index for index, _ in threads.map(open_plan, [str(tmp_path)] * 8)]
     else:
-        with get_context("spawn").Pool(3) as processes:
+        with PROCESSES.Pool(3) as processes:
             found = [index for index, _ in processes.map(open_plan, [str(tmp_path)] * 3, chunksize=1)]
     assert all(index == found[0] for index in found)
     index, names = open_plan(str(tmp_path))
