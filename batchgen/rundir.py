@@ -142,7 +142,7 @@ def _freeze(
         raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
     planned = plan_manifest(names, job, on_progress)
     on_planned(planned)
-    for folder in (run.path, run.data, run.root, run.plans):
+    for folder in (run.path, run.root, run.plans, run.data):
         run.files.make_folder(folder)
     run.files.probe(run.root)
     surveyed = planned.draft.survey
