@@ -30,6 +30,8 @@ class Balance:
     failed: int
     rejected: int
     outstanding: int
+    cut: int
+    """Of the rows done: those whose prompt lost its end, because the model reads no more."""
     shards: int
     shards_settled: int
     holders: tuple[Holder, ...]
@@ -50,14 +52,24 @@ class Balance:
             f"+ {self.outstanding} outstanding{held}"
         )
 
+    def cut_note(self) -> str:
+        """What a person should know of prompts that were cut, "" if none was."""
+        if not self.cut:
+            return ""
+        return (
+            f"{self.cut} of the images were made of prompts that were cut, because the model reads no more "
+            "(tokens_dropped in the metadata; --on-truncate error refuses such prompts)"
+        )
+
 
 def take_balance(index: PlanIndex, ledger: Ledger, stale_after_s: float | None = None) -> Balance:
     """Count every shard's receipts. With `stale_after_s`, claims of owners thought dead hold nothing."""
-    done = failed = settled = 0
+    done = failed = cut = settled = 0
     holders: list[Holder] = []
     for state, num_rows in zip(ledger.states(index.shards), index.shard_rows, strict=True):
         done += sum(len(one.ok) for one in state.committed)
         failed += sum(len(one.failed) for one in state.committed)
+        cut += sum(one.num_cut for one in state.committed)
         left = num_rows - len(state.settled)
         settled += left == 0
         if left and state.is_claimed and not _is_dead(ledger, state, stale_after_s):
@@ -67,6 +79,7 @@ def take_balance(index: PlanIndex, ledger: Ledger, stale_after_s: float | None =
         failed=failed,
         rejected=index.num_rejected,
         outstanding=index.num_rows - done - failed,
+        cut=cut,
         shards=len(index.shards),
         shards_settled=settled,
         holders=tuple(holders),

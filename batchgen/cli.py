@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from batchgen.errors import BatchgenError, Interrupted
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.version import VERSION
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _JOB_OPTIONS = [
     click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
     click.option("--model", help='"demo", "pattern", a diffusers folder or a hub id.'),
-    click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"])),
+    click.option(
+        "--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), help="Of the images."
+    ),
     click.option("--on-bad-row", type=click.Choice(["stop", "skip"]), help="Refuse the manifest, or leave rows out."),
     click.option("--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded."),
     click.option("--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut."),
@@ -63,7 +66,7 @@ def cli() -> None:
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
-    """Make every row of MANIFEST that is not made yet; the same command resumes.
+    """Make all rows of MANIFEST; the same command resumes.
 
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
@@ -88,15 +91,19 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             )
         except StopNow:
             _end_now(directory, stop.signal_name)
-        except Interrupted as error:
-            _say(f"batchgen: {error}")
+        except UsageError:
+            raise
+        except Exception as error:
+            _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             _say_balance(directory)
-            sys.exit(Interrupted.exit_code)
+            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
         _say(
             f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
             f"{holder.heartbeat_age_s:.0f} s ago"
         )
+    if ending.balance.cut:
+        _say(ending.balance.cut_note())
     if ending.stopped_by and ending.balance.outstanding:
         _say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())
@@ -108,7 +115,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
 @_with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Check MANIFEST and print its groups, batches, padding, images, bytes and files; nothing is written.
+    """Check MANIFEST and print what a run would make.
 
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
@@ -130,7 +137,7 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def status(directory: Path, as_json: bool) -> None:
-    """Print where the run in DIRECTORY stands, from its receipts alone.
+    """Print where the run in DIRECTORY stands.
 
     \b
     Example: batchgen status prompts-out
@@ -154,7 +161,7 @@ def status(directory: Path, as_json: bool) -> None:
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 def verify(directory: Path) -> NoReturn:
-    """Hash and decode every image in DIRECTORY again and name each that is missing, damaged or foreign.
+    """Read all images in DIRECTORY again and name the faults.
 
     \b
     Example: batchgen verify prompts-out
@@ -177,7 +184,7 @@ def verify(directory: Path) -> NoReturn:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
 def finalize(directory: Path, partial: bool) -> None:
-    """Write DIRECTORY's tables, dataset card and _SUCCESS (a run does this itself at its end).
+    """Write DIRECTORY's tables, dataset card and _SUCCESS.
 
     \b
     Example: batchgen finalize prompts-out --partial
@@ -224,7 +231,7 @@ def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--split", help="Of a data set.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
-    """Make a Parquet manifest of SOURCE: a csv, tsv, jsonl or txt file, or a `datasets` name or folder.
+    """Make a manifest of a csv, tsv, jsonl, txt or data set.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption

@@ -26,15 +26,22 @@ _RESUMABLE = {
     errno.ESTALE: "the file system's handle is stale",
     errno.ENOTCONN: "the file system is not connected",
     errno.ETIMEDOUT: "the file system does not answer",
+    errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
+_NO_PLACE = (errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+"""A path that cannot be used as it is named."""
 
 
 @contextmanager
 def resumable(path: Path) -> Iterator[None]:
-    """Turn a disk that is full, lost or read-only into an Interrupted that says so."""
+    """Turn a disk that is full, lost or read-only into an Interrupted that says so, and a path that is none or
+    closed to us into a UsageError."""
     try:
         yield
     except OSError as error:
+        if error.errno in _NO_PLACE:
+            place = error.filename or path
+            raise UsageError(f"{place} cannot be used: {error.strerror}; name another place") from error
         if error.errno not in _RESUMABLE:
             raise
         raise Interrupted(

@@ -56,6 +56,15 @@ def this_process() -> Owner:
     )
 
 
+_ended: set[str] = set()
+"""Tokens of this process's owners that will not go on: a run can fail and be started again without a new process."""
+
+
+def end(owner: Owner) -> None:
+    """Note that an owner of this process has stopped working, whatever it holds."""
+    _ended.add(owner.token)
+
+
 def start_time(pid: int) -> str:
     """A process's start time, "" if there is no such process (or it has ended and only waits to be reaped)."""
     stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -102,6 +111,8 @@ class Receipt:
     part_sha256: str = ""
     table_sha256: str = ""
     """Of the row table, `.run/work/<shard>-<epoch>.rows.parquet`."""
+    num_cut: int = 0
+    """Rows made without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
     is_readable: bool = True
@@ -278,6 +289,8 @@ def gone_because(owner: Owner, me: Owner) -> str | None:
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
         if start_time(owner.pid) != owner.start_time:
             return f"its process {owner.pid} on {owner.host} is gone"
+        if owner.pid == me.pid and owner.token in _ended:
+            return "its run, in this process, has ended"
     elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
         return f"Slurm has restarted its job {owner.job_id}"
     return None

@@ -26,8 +26,10 @@ import pyarrow.parquet as pq
 from batchgen.checks import Checked
 from batchgen.columns import as_type, is_text
 from batchgen.cost import Cost
+from batchgen.disk import remove
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.manifest import Manifest
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Batch, Group, Row
@@ -190,27 +192,30 @@ def freeze(
     or that of whoever was first."""
     token = secrets.token_hex(8)
     folder = root / f"0-{token}"
-    files.make_folder(folder)
-    if rejections.num_cells:
-        rejections.write(folder / REJECTED, files)
-    index = PlanIndex(
-        number=0,
-        folder=folder.name,
-        files=tuple(_write_files(drafted, folder, files)),
-        first_shard=0,
-        shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
-        groups=drafted.groups,
-        num_rejected=drafted.survey.num_rejected,
-        num_redrawn=len(drafted.survey.redrawn.rows),
-        model=model,
-        job=job,
-        fingerprint=fingerprint,
-    )
-    if files.put_if_absent(root / "0.json", index.to_bytes(token)):
-        return index
-    for name in files.names(folder):
-        files.remove(folder / name)
-    folder.rmdir()
+    try:
+        files.make_folder(folder)
+        if rejections.num_cells:
+            rejections.write(folder / REJECTED, files)
+        index = PlanIndex(
+            number=0,
+            folder=folder.name,
+            files=tuple(_write_files(drafted, folder, files)),
+            first_shard=0,
+            shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
+            groups=drafted.groups,
+            num_rejected=drafted.survey.num_rejected,
+            num_redrawn=len(drafted.survey.redrawn.rows),
+            model=model,
+            job=job,
+            fingerprint=fingerprint,
+        )
+        if files.put_if_absent(root / "0.json", index.to_bytes(token)):
+            return index
+        remove(folder)
+    except FileNotFoundError:
+        # A run by another's plan may be over by now: it sweeps plans that lost.
+        if load_index(root, files) is None:
+            raise
     existing = load_index(root, files)
     assert existing is not None
     return existing
@@ -224,14 +229,9 @@ def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
 
 
 def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[PlanFile]:
-    carried = drafted.survey.manifest.schema
-    schema = COLUMNS
-    for name in drafted.survey.manifest.carried:
-        schema = schema.append(pa.field(CARRIED + name, carried.field(name).type))
-    shard_start = drafted.cut.shard_row_start
-    spilled = Reorder(folder, schema, part_bounds(shard_start))
+    spilled = Reorder(folder, row_schema(drafted.survey.manifest), part_bounds(drafted.cut.shard_row_start))
     with resumable(folder):
-        for table, ranks in _plan_rows(drafted, schema):
+        for table, ranks in plan_rows(drafted):
             spilled.add(table, ranks)
         shards = _shards(spilled.parts(), drafted.cut)
         with ThreadPoolExecutor(WRITERS) as pool:
@@ -267,9 +267,16 @@ def _footer_digest(file: BinaryIO) -> str:
     return hashlib.sha256(file.read()).hexdigest()
 
 
-def _plan_rows(drafted: Draft, schema: pa.Schema) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
-    """All images in manifest order as tables of `schema`, with their ranks."""
+def row_schema(manifest: Manifest) -> pa.Schema:
+    """`COLUMNS` and the manifest's own columns."""
+    carried = [pa.field(CARRIED + name, manifest.schema.field(name).type) for name in manifest.carried]
+    return pa.schema([*COLUMNS, *carried])
+
+
+def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `row_schema`, with their ranks."""
     survey = drafted.survey
+    schema = row_schema(survey.manifest)
     row, image = 0, 0
     for checked, batch, good in survey.batches():
         rows = slice(row, row + len(good))

@@ -16,8 +16,8 @@ LINE_EVERY_S = 30.0
 class Progress(Protocol):
     """Where workers report to."""
 
-    def settled(self, made: int, failed: int) -> None:
-        """Rows that were made and that failed since the last call."""
+    def count(self, made: int, failed: int) -> None:
+        """Rows that were made and that failed since the last call; less than 0 for what was lost again."""
 
     def say(self, text: str) -> None:
         """One line that a person should read."""
@@ -26,7 +26,7 @@ class Progress(Protocol):
 class Quiet:
     """Reports nothing."""
 
-    def settled(self, made: int, failed: int) -> None:
+    def count(self, made: int, failed: int) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Display:
         self._ended.set()
         self._bar.close()
 
-    def settled(self, made: int, failed: int) -> None:
+    def count(self, made: int, failed: int) -> None:
         self._settled += made + failed
         self._failed += failed
         self._bar.set_postfix({"failed": self._failed}, refresh=False)

@@ -108,6 +108,7 @@ def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> st
         balance.line(),
         f"model {index.model}, {balance.shards_settled} of {balance.shards} shards settled, "
         + ("finalized" if is_finalized else "not finalized"),
+        *([balance.cut_note()] if balance.cut else []),
     ]
     header = ["shard", "rows left", "host", "pid", "job", "heartbeat"]
     claims = [

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
+from batchgen.differences import row_differences
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
 from batchgen.job import Job
@@ -17,7 +18,7 @@ from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, identity
 from batchgen.planner import Limits
-from batchgen.plans import Draft, PlanIndex, draft, freeze, load_index
+from batchgen.plans import Draft, PlanIndex, PlanReader, draft, freeze, load_index, plan_rows
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation
@@ -107,6 +108,8 @@ def open_run(
 
     Raises UsageError for a directory of another job, with the differences field by field, and as `plan_manifest`.
     """
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
     index = load_index(run.plans, run.files)
     if index is None:
         index = _freeze(run, names, job, on_planned, on_progress)
@@ -136,8 +139,6 @@ def _freeze(
     on_planned: Callable[[Planned], None],
     on_progress: Callable[[int, int], None],
 ) -> PlanIndex:
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
     if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
         raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
     planned = plan_manifest(names, job, on_progress)
@@ -166,26 +167,26 @@ def _check_same(
     manifest = open_manifest(names, job.columns)
     ours, theirs = fingerprint(job, facts, manifest), dict(index.fingerprint)
     rows = theirs.pop("manifest.rows")
-    if ours.pop("manifest.files") == theirs.pop("manifest.files"):
-        ours.pop("columns"), theirs.pop("columns")
+    of_manifest = ("manifest.files", "columns")
+    is_same_manifest = [ours.pop(name) for name in of_manifest] == [theirs.pop(name) for name in of_manifest]
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    lines = [f"  {name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} now" for name in differing]
-    if not differing and ours.get("columns") is not None:
-        now = plan_manifest(names, job, on_progress).draft.survey
-        if now.rows_digest != rows:
-            lines += _row_differences(index, now)
+    lines = [f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} now" for name in differing]
+    if not differing and not is_same_manifest:
+        now = plan_manifest(names, job, on_progress).draft
+        if now.survey.num_rejected != index.num_rejected:
+            lines.append(f"rows rejected: {index.num_rejected} there, {now.survey.num_rejected} now")
+        if now.survey.rows_digest != rows:
+            lines += _row_differences(run, index, now)
     if lines:
         raise UsageError(
-            f"{run.path} is the run directory of another job; it differs in\n" + "\n".join(lines) + "\n"
-            "Give the same manifest and options to resume it, or another directory with -o DIR"
+            "\n  ".join([f"{run.path} is the run directory of another job; it differs in", *lines])
+            + "\nGive the same manifest and options to resume it, or another directory with -o DIR"
         )
 
 
-def _row_differences(index: PlanIndex, now: Survey) -> list[str]:
-    return [
-        f"  manifest: {index.num_rows} images of {index.num_rows + index.num_rejected} rows planned there, "
-        f"{now.num_images_total} now; some rows are other ones",
-    ]
+def _row_differences(run: RunDirectory, index: PlanIndex, now: Draft) -> list[str]:
+    reader = PlanReader(run.plans, index)
+    return row_differences(lambda: map(reader.shard, index.shards), lambda: (rows for rows, _ in plan_rows(now)))
 
 
 def _check_sampler(job: Job, facts: Facts) -> None:

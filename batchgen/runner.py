@@ -13,7 +13,7 @@ from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Generator, open_generator
 from batchgen.job import Job
-from batchgen.ledger import Ledger, this_process
+from batchgen.ledger import Ledger, end, this_process
 from batchgen.modes import settle_dtype
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
@@ -63,13 +63,17 @@ def run_job(
     stop = stop or Stop()
     run = RunDirectory(out)
     index = open_run(run, manifest, job, on_planned, on_reading)
-    ledger = Ledger(run.root, run.files, this_process())
+    owner = this_process()
+    ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
     balance = take_balance(index, ledger, job.run.stale_after_s)
     on_opened(index, balance)
     if balance.outstanding and not stop.is_asked:
-        with progress(balance) as shown:
-            _work(run, index, job, ledger, stop, shown, may_wait=may_wait)
+        try:
+            with progress(balance) as shown:
+                _work(run, index, job, ledger, stop, shown, may_wait=may_wait)
+        finally:
+            end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
     if not balance.outstanding and run.files.stat(run.path / SUCCESS) is None:
         finalize(run)

@@ -28,9 +28,10 @@ from batchgen.identity import (
     number_digests,
     occurrences,
     repeated,
+    row_digests,
     settle_seeds,
 )
-from batchgen.manifest import Manifest
+from batchgen.manifest import PARAMETERS, Manifest
 from batchgen.planner import Grouper
 from batchgen.records import Group
 
@@ -287,6 +288,9 @@ def _images(num_images: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.intp], U
 def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
     """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
     total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
+    if checked.id_texts is not None:
+        own = {name: column.take(good) for name, column in checked.columns.items() if name not in PARAMETERS}
+        total = joined(total, row_digests(own, len(good), {}))
     for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
         total = joined(total, number_digests(numbers[good].astype(np.uint64)))
     with np.errstate(over="ignore"):

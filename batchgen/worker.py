@@ -176,6 +176,7 @@ class _ShardRun:
             message = f"{suspicion.deaths} processes in a row ended while they made this row alone"
             guilty = [Failure(suspect, "ProcessDied", message)]
             worker.progress.say(f"row {suspect.id!r} is given up: {message}")
+            worker.progress.count(0, 1)
         while True:
             taken, outcome = self._epoch(pending, guilty, is_row_by_row=suspicion.is_row_by_row)
             pending, guilty = pending[taken:], []
@@ -207,11 +208,12 @@ class _ShardRun:
             for batch in pending:
                 if worker.stop.is_asked or (guilty and not taken and is_row_by_row):
                     break
-                for outcome in worker.make(batch):
-                    if isinstance(outcome, Image):
-                        part.add(outcome)
-                    else:
-                        failures.append(outcome)
+                outcomes = worker.make(batch)
+                made = [one for one in outcomes if isinstance(one, Image)]
+                for image in made:
+                    part.add(image)
+                failures += [one for one in outcomes if isinstance(one, Failure)]
+                worker.progress.count(len(made), len(outcomes) - len(made))
                 taken += 1
                 self.heart.check()
                 if is_row_by_row or time.monotonic() - started > worker.job.run.commit_every_s:
@@ -227,6 +229,7 @@ class _ShardRun:
         """Finish the part and put its receipt; False, and the part is gone, if the epoch was taken away."""
         worker, ledger = self.worker, self.worker.ledger
         finished = part.finish()
+        worker.progress.count(-len(finished.failures), len(finished.failures))
         failures = [*failures, *finished.failures]
         if not finished.images and not failures:
             ledger.release(self.shard, self.epoch)
@@ -236,10 +239,10 @@ class _ShardRun:
         receipt = self._receipt(finished, failures, table_sha256)
         if not ledger.commit(receipt):
             worker.progress.say(f"shard {receipt.stem} was taken away in the meantime; its part is thrown away")
+            worker.progress.count(-len(receipt.ok), -len(receipt.failed))
             part.discard()
             return False
         publish(worker.run, receipt)
-        worker.progress.settled(len(receipt.ok), len(receipt.failed))
         return True
 
     def _receipt(self, part: Part, failures: list[Failure], table_sha256: str) -> Receipt:
@@ -255,6 +258,7 @@ class _ShardRun:
             part_bytes=part.bytes,
             part_sha256=part.sha256,
             table_sha256=table_sha256,
+            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
             versions=dict(self.worker.generator.versions),
         )
 

@@ -142,7 +142,7 @@ class StopAfter:
     num: int
     said: list[str] = field(default_factory=list)
 
-    def settled(self, made: int, failed: int) -> None:
+    def count(self, made: int, failed: int) -> None:
         self.num -= made + failed
         if self.num <= 0:
             self.stop.since = self.stop.clock()

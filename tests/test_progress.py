@@ -39,7 +39,7 @@ def test_lines_are_written_where_there_is_no_terminal(monkeypatch: pytest.Monkey
     stream = io.StringIO()
     with Display(10, done=2, failed=1, stream=stream) as display:
         assert eventually(lambda: "3/10 images" in stream.getvalue())
-        display.settled(3, 2)
+        display.count(3, 2)
         display.say("a word")
         assert eventually(lambda: "8/10 images" in stream.getvalue())
     lines = stream.getvalue().splitlines()
@@ -59,7 +59,7 @@ import sys, time
 from batchgen.progress import Display
 with Display(10, 2, 1) as display:
     time.sleep(0.2)
-    display.settled(3, 2)
+    display.count(3, 2)
     display.say("a word")
 """
 

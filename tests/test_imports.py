@@ -1,0 +1,92 @@
+"""What a login node must not need, and the one direction of imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import batchgen
+from tests import runs
+
+PACKAGE = Path(batchgen.__file__).parent
+HEAVY = ("torch", "diffusers", "transformers", "datasets")
+WITH_TORCH = ("engine/", "models/sd.py", "models/demo/", "models/tokens.py")
+"""The only places that may import torch, diffusers or transformers."""
+LAYERS = (
+    ("errors", "version"),
+    ("records",),
+    ("job", "filesystem"),
+    ("generator", "models.facts", "models.hashes", "disk", "columns", "names", "codec", "metadata", "carried"),
+    ("models.demo", "models.pattern", "models.folder", "identity", "ledger", "cost", "manifest"),
+    ("models.tokens", "models.sd", "checks", "planner", "spill", "encoders", "formats", "parts", "card"),
+    ("engine.samplers", "engine.denoise", "rejections", "survey", "writer", "modes"),
+    ("engine.engine", "truncation", "plans"),
+    ("balance", "differences", "progress", "stopping"),
+    ("rundir",),
+    ("publish", "report"),
+    ("worker", "finalize", "verify"),
+    ("runner", "bench"),
+    ("cli",),
+)
+"""A module imports from its own layer and those above it in this list, never from one below."""
+
+
+def modules() -> dict[str, Path]:
+    return {
+        str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".").removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file names in an import, wherever in the file, but for types only."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("command", ["--help", "plan", "status", "verify", "finalize"])
+def test_commands_that_need_no_torch(tmp_path: Path, command: str) -> None:
+    source = runs.prompts(tmp_path / "m.parquet", 3)
+    assert runs.run(source, tmp_path / "out").code == 0
+    target = {"--help": [], "plan": [str(source)]}.get(command, [str(tmp_path / "out")])
+    code = (
+        "import atexit, sys\n"
+        f"sys.argv = {['batchgen', command, *target]!r}\n"
+        f"atexit.register(lambda: print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules]))\n"
+        "from batchgen.cli import main\nmain()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_only_engine_and_models_import_torch() -> None:
+    for name, path in modules().items():
+        place = str(path.relative_to(PACKAGE))
+        heavy = {one.split(".")[0] for one in imported(path)} & {"torch", "diffusers", "transformers"}
+        assert not heavy or place.startswith(WITH_TORCH), f"{name} imports {heavy}"
+
+
+def test_imports_go_one_way() -> None:
+    layer = {name: depth for depth, names in enumerate(LAYERS) for name in names}
+    for name, path in modules().items():
+        if name.startswith(("sources", "importer", "__")) or name in ("models", "engine"):
+            continue
+        assert name in layer, f"{name} has no layer"
+        for one in imported(path):
+            target = one.removeprefix("batchgen.")
+            if one.startswith("batchgen.") and target in layer and name != "generator":
+                assert layer[target] <= layer[name], f"{name} imports {target}, which stands below it"
