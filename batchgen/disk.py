@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -75,9 +76,12 @@ def write_table(path: Path, table: pa.Table) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there; another process may be doing the same."""
-    with resumable(path):
-        while path.is_dir() and not path.is_symlink():
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path)
-        path.unlink(missing_ok=True)
+    """Remove a file or a whole folder, if it is there. Another process may be doing the same, or still be writing
+    into the folder: it loses its name first, so that nothing new is made in it."""
+    with resumable(path), suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            nameless = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+            os.rename(path, nameless)
+            shutil.rmtree(nameless)
+        else:
+            path.unlink()

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
+from batchgen.filesystem import resumable
 
 PARAMETERS = (
     "id",
@@ -98,7 +99,9 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     found: dict[Path, Path] = {}
     for name in names:
         path = Path(name)
-        matches = [path] if path.exists() else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
+        with resumable(path):
+            is_name = path.exists()
+        matches = [path] if is_name else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
         if not matches:
             raise UsageError(
                 f"manifest: {name} matches no file; the folder {path.parent} holds {_listing(path.parent)}"

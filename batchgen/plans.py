@@ -193,32 +193,45 @@ def freeze(
     token = secrets.token_hex(8)
     folder = root / f"0-{token}"
     try:
-        files.make_folder(folder)
-        if rejections.num_cells:
-            rejections.write(folder / REJECTED, files)
-        index = PlanIndex(
-            number=0,
-            folder=folder.name,
-            files=tuple(_write_files(drafted, folder, files)),
-            first_shard=0,
-            shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
-            groups=drafted.groups,
-            num_rejected=drafted.survey.num_rejected,
-            num_redrawn=len(drafted.survey.redrawn.rows),
-            model=model,
-            job=job,
-            fingerprint=fingerprint,
-        )
+        index = _written(drafted, folder, files, model, job, fingerprint, rejections)
         if files.put_if_absent(root / "0.json", index.to_bytes(token)):
             return index
-        remove(folder)
     except FileNotFoundError:
-        # A run by another's plan may be over by now: it sweeps plans that lost.
+        # The folder of a plan that lost is swept when the run of the one that won is finalized.
         if load_index(root, files) is None:
             raise
+    remove(folder)
     existing = load_index(root, files)
     assert existing is not None
     return existing
+
+
+def _written(
+    drafted: Draft,
+    folder: Path,
+    files: FileSystem,
+    model: str,
+    job: Mapping[str, Any],
+    fingerprint: Mapping[str, str],
+    rejections: Rejections,
+) -> PlanIndex:
+    """The index of a plan whose files lie in `folder`."""
+    files.make_folder(folder)
+    if rejections.num_cells:
+        rejections.write(folder / REJECTED, files)
+    return PlanIndex(
+        number=0,
+        folder=folder.name,
+        files=tuple(_write_files(drafted, folder, files)),
+        first_shard=0,
+        shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
+        groups=drafted.groups,
+        num_rejected=drafted.survey.num_rejected,
+        num_redrawn=len(drafted.survey.redrawn.rows),
+        model=model,
+        job=job,
+        fingerprint=fingerprint,
+    )
 
 
 def load_index(root: Path, files: FileSystem) -> PlanIndex | None:

@@ -11,7 +11,7 @@ from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.differences import row_differences
 from batchgen.errors import UsageError
-from batchgen.filesystem import FileSystem
+from batchgen.filesystem import FileSystem, resumable
 from batchgen.job import Job
 from batchgen.manifest import Manifest, open_manifest
 from batchgen.metadata import RESERVED
@@ -108,13 +108,20 @@ def open_run(
 
     Raises UsageError for a directory of another job, with the differences field by field, and as `plan_manifest`.
     """
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
+    _check_place(run)
     index = load_index(run.plans, run.files)
     if index is None:
         index = _freeze(run, names, job, on_planned, on_progress)
     _check_same(run, index, names, job, on_progress)
     return index
+
+
+def _check_place(run: RunDirectory) -> None:
+    with resumable(run.path):
+        if run.path.exists() and not run.path.is_dir():
+            raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
+        if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
+            raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
 
 
 def fingerprint(job: Job, facts: Facts, manifest: Manifest) -> dict[str, str]:
@@ -139,8 +146,6 @@ def _freeze(
     on_planned: Callable[[Planned], None],
     on_progress: Callable[[int, int], None],
 ) -> PlanIndex:
-    if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
-        raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
     planned = plan_manifest(names, job, on_progress)
     on_planned(planned)
     for folder in (run.path, run.root, run.plans, run.data):

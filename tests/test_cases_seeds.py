@@ -190,3 +190,13 @@ def test_case_7_a_million_rows_of_one_prompt(tmp_path: Path) -> None:
     seeds = drawn.seeds.copy()
     seeds[surveyed.redrawn.rows] = surveyed.redrawn.seeds
     assert len(np.unique(seeds % 2**32)) == 1_000_000
+
+
+def test_case_36_steps_of_each_row(tmp_path: Path) -> None:
+    """Rows of 5, 10 and 20 steps in one batch: each equals its run alone."""
+    rows = [{"id": f"s{n}", "prompt": f"cat {n}", "seed": n, "steps": steps} for n, steps in enumerate((5, 10, 20))]
+    source = runs.manifest(tmp_path / "m.parquet", rows)
+    together = tiny_run(source, tmp_path / "three", "plan.batch_sizes=[3]")
+    assert {line["batch_size"] for line in runs.metadata(tmp_path / "three")} == {3}
+    alone = tiny_run(source, tmp_path / "one", "plan.batch_sizes=[1]")
+    assert max(difference(alone[name], together[name]) for name in alone) <= 1

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -40,25 +45,53 @@ def test_case_18_ten_rows_by_some_workers(tmp_path: Path, num: int) -> None:
     assert len(list((tmp_path / "out" / ".run" / "plan").iterdir())) == 2
 
 
-@pytest.mark.parametrize("num", [2, 4, 12])
-def test_case_18_idle_workers_do_not_wait(tmp_path: Path, num: int) -> None:
-    """They exit with 0 and say who holds the rest."""
-    schema_rows = [{"id": f"row-{n}", "prompt": "fault: slow 0.15"} for n in range(10)]
-    source = runs.manifest(tmp_path / "m.parquet", schema_rows)
-    options = ("--set", "plan.shard_images=5", "--set", "plan.batch_sizes=[1]", *FAULTS, "--no-wait")
-    workers = [runs.start(source, tmp_path / "out", *options) for _ in range(num)]
-    ended = [worker.wait() for worker in workers]
-    assert {one.code for one in ended} == {0}
-    idle = [one for one in ended if one.closing_line != DONE.format(10)]
-    assert len(idle) >= num - 2
-    pids = {worker.pid for worker in workers}
-    for one in idle:
-        assert one.closing_line.endswith("held by others)")
-        holders = [line for line in one.err.splitlines() if "are held by process" in line]
-        assert holders
-        assert {int(line.split("held by process ")[1].split()[0]) for line in holders} <= pids
+def test_case_18_a_planner_that_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it writes its plan, another one's is worked off and finalized, and its own folder swept."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 10), tmp_path / "out"
+    plan = importlib.import_module("batchgen.plans")
+    own = plan.plan_rows
+    others: list[runs.Ended] = []
+
+    def late(drafted: Any) -> Iterator[Any]:
+        monkeypatch.setattr(plan, "plan_rows", own)
+        others.append(runs.start(source, out, *ONE_BY_ONE).wait())
+        return own(drafted)
+
+    monkeypatch.setattr(plan, "plan_rows", late)
+    ended = runs.run(source, out, *ONE_BY_ONE)
+    assert [(one.code, one.closing_line) for one in (*others, ended)] == [(0, DONE.format(10))] * 2, ended.err
+    check_union(out, 10)
+    assert len(list((out / ".run" / "plan").iterdir())) == 2
+
+
+def test_case_18_workers_that_do_not_wait(tmp_path: Path) -> None:
+    """They exit with 0, done or not, and by then or later every row is made."""
+    source = runs.prompts(tmp_path / "m.parquet", 10)
+    workers = [runs.start(source, tmp_path / "out", *ONE_BY_ONE, "--no-wait") for _ in range(6)]
+    assert {worker.wait().code for worker in workers} == {0}
     assert runs.batchgen("status", tmp_path / "out").out.splitlines()[0] == DONE.format(10)
     check_union(tmp_path / "out", 10)
+
+
+def test_case_18_idle_workers_say_who_holds_the_rest(tmp_path: Path) -> None:
+    rows = [{"id": f"row-{n}", "prompt": "fault: slow 600"} for n in range(10)]
+    source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
+    options = ("--set", "plan.shard_images=5", "--set", "plan.batch_sizes=[5]", *FAULTS)
+    holders = [runs.start(source, out, *options, "--grace", "5.5") for _ in range(2)]
+    while len(list(out.glob(".run/claims/*-0"))) < 2:
+        assert all(holder.is_running for holder in holders)
+        time.sleep(0.01)
+    for _ in range(3):
+        ended = runs.run(source, out, *options, "--no-wait")
+        assert ended.code == 0
+        assert ended.closing_line == "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding (10 held by others)"
+        said = [line.split(" on ")[0] for line in ended.err.splitlines() if "are held by process" in line]
+        wanted = [f"5 rows of shard {shard} are held by process" for shard in ("00000-0", "00001-0")]
+        assert [line.rsplit(" ", 1)[0] for line in said] == wanted
+        assert {int(line.rsplit(" ", 1)[1]) for line in said} == {holder.pid for holder in holders}
+    for holder in holders:
+        holder.signal(signal.SIGTERM)
+    assert [holder.wait().code for holder in holders] == [75, 75]
 
 
 def test_a_worker_joins_one_that_is_at_work(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 
 import click
@@ -23,15 +25,36 @@ COMMANDS = dict(commands(cli))
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_has_a_sentence_and_an_example(name: str) -> None:
-    help_text = COMMANDS[name].help or ""
-    sentence = help_text.split("\n\n")[0]
+    """The example is one that the command line takes."""
+    sentence, _, rest = (COMMANDS[name].help or "").partition("\n\n")
     assert sentence.endswith(".")
-    assert f"Example: batchgen {name}" in help_text
+    assert ". " not in sentence
+    if isinstance(COMMANDS[name], click.Group):
+        return
+    (example,) = [line.strip() for line in rest.splitlines() if line.strip().startswith("Example: ")]
+    words = shlex.split(example.removeprefix(f"Example: batchgen {name} "))
+    with COMMANDS[name].make_context(name, words):
+        pass
+
+
+def test_the_readmes_commands_are_taken() -> None:
+    """Every `batchgen …` in its text, but for placeholders."""
+    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
+    examples = [
+        one for one in re.findall(r"`(?:pip install \. && )?batchgen ([a-z][^`\n]*)`", readme) if "…" not in one
+    ]
+    assert len(examples) >= len(cli.commands)
+    for example in examples:
+        name, *words = shlex.split(example)
+        if name == "bench":
+            name, *words = f"bench {words[0]}", *words[1:]
+        with COMMANDS[name].make_context(name, words):
+            pass
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_is_documented(name: str) -> None:
-    readme = (runs.ROOT / "README.md").read_text()
+    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`{name}`" in readme or f"batchgen {name}" in readme
     for parameter in COMMANDS[name].params:
         for option in parameter.opts:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import codec, job
-from batchgen.errors import RowError, UsageError
+from batchgen.errors import RowError
 from batchgen.generator import Dropped, open_generator
 from batchgen.models.pattern import PatternGenerator, expected, paint, read_pattern
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Row
@@ -194,11 +194,6 @@ def test_a_batch_can_be_dropped_between_any_two_steps() -> None:
 def test_sizes_that_hold_no_pattern_are_refused() -> None:
     with pytest.raises(RowError, match="56x64"):
         generate(make_row(0, width=56))
-
-
-def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(UsageError, match='"fp16" is unknown'):
-        PatternGenerator(job.Model(path="pattern", variant="fp16"))
 
 
 def test_the_run_opens_it_by_name() -> None:

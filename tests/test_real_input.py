@@ -7,13 +7,17 @@ import random
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen import codec
+from batchgen.writer import pixel_sha256
 from tests import runs, tiny
 
 DATA = Path(__file__).parent / "data"
+OWN = ("Category", "Challenge", "Note")
+"""The set's own columns."""
 
 
 def sdxl_sizes(divisor: int) -> list[tuple[int, int]]:
@@ -24,68 +28,89 @@ def sdxl_sizes(divisor: int) -> list[tuple[int, int]]:
     return [(max(64, width // divisor // 8 * 8), max(64, height // divisor // 8 * 8)) for width, height in sizes]
 
 
-def parti(path: Path, divisor: int, num: int | None = None) -> Path:
-    """PartiPrompts, imported, with sizes drawn from the forty."""
-    ended = runs.batchgen("import", DATA / "parti_prompts.tsv", "-o", path, "--column", "prompt=Prompt")
-    assert ended.code == 0
-    table = pq.read_table(path)
-    assert len(table) == 1632
+def parti(path: Path, divisor: int, num: int = 1632, order: int | None = None) -> Path:
+    """PartiPrompts, imported, with sizes drawn from the forty; `order` shuffles the lines."""
+    header, *lines = (DATA / "parti_prompts.tsv").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 1632
     sizes, draw = sdxl_sizes(divisor), random.Random(0)
-    drawn = [sizes[draw.randrange(40)] for _ in range(len(table))]
-    table = table.append_column("width", pa.array([width for width, _ in drawn]))
-    table = table.append_column("height", pa.array([height for _, height in drawn]))
-    pq.write_table(table.slice(0, num), path)
+    deck = [size for _ in range(-(-num // 40)) for size in draw.sample(sizes, 40)]
+    lines = [f"{line}\t{width}\t{height}" for line, (width, height) in zip(lines[:num], deck, strict=False)]
+    if order is not None:
+        random.Random(order).shuffle(lines)
+    table = path.with_suffix(".tsv")
+    table.write_text("\n".join([f"{header}\twidth\theight", *lines, ""]), encoding="utf-8")
+    ended = runs.batchgen("import", table, "-o", path, "--column", "prompt=Prompt")
+    assert (ended.code, ended.out.split()[0]) == (0, str(num)), ended
     return path
 
 
-def check_loads(out: Path) -> None:
-    """`load_dataset` gives each image once, with its own caption and size."""
+def check_table(source: Path, out: Path) -> None:
+    """The metadata are the manifest's rows in its order, its own columns and all."""
+    names = ["prompt", "width", "height", *OWN]
+    asked, made = pq.read_table(source), pq.read_table(out / "metadata.parquet")
+    assert made.select(names).to_pylist() == asked.select(names).to_pylist()
+
+
+def check_loads(out: Path, cache: Path) -> None:
+    """`load_dataset` gives each image once, with its own caption, size and pixels."""
     lines = runs.by_id(out)
-    data = datasets.load_dataset(str(out), split="train", cache_dir=str(out.parent / "cache"))
-    key = "id" if "id" in data.column_names else "__key__"
-    assert len(data) == len(lines)
-    for sample in data:
-        image = sample["image"] if "image" in sample else sample["png"]
-        told = sample if "prompt" in sample else sample["json"]
-        line = lines[told[key] if key in told else told["id"]]
-        assert told["prompt"] == line["prompt"]
-        assert image.size == (line["width"], line["height"])
+    opened = datasets.load_dataset(str(out), split="train", cache_dir=str(cache))
+    seen = set()
+    for sample in opened:
+        told = sample.get("json", sample)
+        line = lines[told["id"]]
+        seen.add(line["id"])
+        assert {name: told[name] for name in ("prompt", *OWN)} == {name: line[name] for name in ("prompt", *OWN)}
+        assert (told["width"], told["height"]) == (line["width"], line["height"])
+        picture = np.asarray(sample["png" if "png" in sample else "image"])
+        assert pixel_sha256(picture) == line["pixel_sha256"]
+    assert (len(opened), seen) == (len(lines), set(lines))
 
 
-@pytest.mark.parametrize(("output", "divisor"), [("files", 4), ("webdataset", 8), ("parquet", 8)])
-def test_all_of_parti_prompts(tmp_path: Path, output: str, divisor: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    source = parti(tmp_path / "parti.parquet", divisor)
+@pytest.mark.parametrize("output", runs.FORMATS)
+def test_all_of_parti_prompts(tmp_path: Path, output: str) -> None:
+    source = parti(tmp_path / "parti.parquet", 8)
     assert runs.run(source, tmp_path / "out", "--format", output).code == 0
     lines = runs.check_images(tmp_path / "out")
-    assert [line["prompt"] for line in lines] == pq.read_table(source)["prompt"].to_pylist()
-    assert [line["Category"] for line in lines] == pq.read_table(source)["Category"].to_pylist()
     assert len({line["seed"] for line in lines}) == 1632
-    check_loads(tmp_path / "out")
+    check_table(source, tmp_path / "out")
+    check_loads(tmp_path / "out", tmp_path / "cache")
+
+
+def test_each_of_the_forty_sizes(tmp_path: Path) -> None:
+    source = parti(tmp_path / "parti.parquet", 1, 40)
+    assert runs.run(source, tmp_path / "out").code == 0
+    lines = runs.check_images(tmp_path / "out")
+    assert sorted((line["width"], line["height"]) for line in lines) == sorted(sdxl_sizes(1))
+    check_table(source, tmp_path / "out")
 
 
 def test_another_order_of_rows(tmp_path: Path) -> None:
     """The same ids, seeds and pixels, whatever the order in which the rows were imported."""
-    source = parti(tmp_path / "parti.parquet", 8, 400)
-    table = pq.read_table(source)
-    order = list(range(len(table)))
-    random.Random(1).shuffle(order)
-    pq.write_table(table.take(order), tmp_path / "shuffled.parquet")
-    for name in ("parti", "shuffled"):
-        assert runs.run(tmp_path / f"{name}.parquet", tmp_path / name).code == 0
-    one, two = runs.by_id(tmp_path / "parti"), runs.by_id(tmp_path / "shuffled")
-    assert one.keys() == two.keys()
-    for name, line in one.items():
-        assert {key: line[key] for key in ("prompt", "seed", "pixel_sha256", "batch_size")} == {
-            key: two[name][key] for key in ("prompt", "seed", "pixel_sha256", "batch_size")
+    made = {}
+    for name, order in (("parti", None), ("shuffled", 1)):
+        source = parti(tmp_path / f"{name}.parquet", 16, order=order)
+        assert runs.run(source, tmp_path / name, "--format", "webdataset").code == 0
+        check_table(source, tmp_path / name)
+        made[name] = runs.by_id(tmp_path / name)
+    assert list(made["parti"]) != list(made["shuffled"])
+    for key in ("prompt", "seed", "pixel_sha256", "batch_size", *OWN):
+        assert {name: line[key] for name, line in made["parti"].items()} == {
+            name: line[key] for name, line in made["shuffled"].items()
         }
 
 
 def test_a_network_makes_sixty_four_of_them(tmp_path: Path) -> None:
-    source = parti(tmp_path / "parti.parquet", 16, 64)
+    """Each is what diffusers' own pipeline makes of that row alone."""
+    source, out = parti(tmp_path / "parti.parquet", 16, 64), tmp_path / "out"
     sets = ("--set", "sampling.steps=2", "--set", "engine.device=cpu")
-    assert runs.run(source, tmp_path / "out", *sets, model=tiny.folder("sd1")).code == 0
-    lines = runs.check_images(tmp_path / "out", is_pattern=False)
-    assert len(lines) == 64
+    assert runs.run(source, out, *sets, model=tiny.folder("sd1")).code == 0
+    lines, files = runs.check_images(out, is_pattern=False), runs.images(out)
+    facts = tiny.engine("sd1").facts
+    for line in lines:
+        made = codec.decode(files[line["file_name"]])
+        wanted = np.asarray(tiny.reference(tiny.pipeline("sd1"), runs.as_row(line), facts, "pil")[0])
+        assert np.abs(made.astype(int) - wanted.astype(int)).max() <= 1
     assert len({line["pixel_sha256"] for line in lines}) == 64
-    check_loads(tmp_path / "out")
+    check_table(source, out)
+    check_loads(out, tmp_path / "cache")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests import runs, tiny
@@ -52,21 +54,137 @@ def test_directory_of_another_job(tmp_path: Path, source: Path) -> None:
     assert "7" in said
 
 
-def test_directory_of_another_manifest(tmp_path: Path, source: Path) -> None:
-    assert runs.run(source, tmp_path / "out").code == 0
-    rows = [{"id": f"row-{n}", "prompt": "another one" if n == 2 else f"prompt number {n}"} for n in range(5)]
-    other = runs.manifest(tmp_path / "other.parquet", rows)
-    said = refused("run", other, "-o", tmp_path / "out", "--model", "pattern")
-    assert "row-2" in said
-    assert "another one" in said
-    assert "row-4" in said
+class TestAnotherManifest:
+    """The rows that differ are named; a changed one with its columns, old and new."""
+
+    def rows(self, num: int = 4) -> list[dict[str, Any]]:
+        return [{"id": f"row-{n}", "prompt": f"prompt number {n}", "steps": 20, "note": "x"} for n in range(num)]
+
+    def differences(self, folder: Path, rows: list[dict[str, Any]], *args: object) -> list[str]:
+        """What is said of rows that take the place of `self.rows()`."""
+        source, out = folder / "m.parquet", folder / "out"
+        assert runs.run(runs.manifest(source, self.rows()), out, *args).code == 0
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+        said = refused("run", runs.manifest(source, rows), "-o", out, "--model", "pattern", *args)
+        first, *lines, last = said.splitlines()
+        assert first == f"batchgen: {out} is the run directory of another job; it differs in"
+        assert last == "Give the same manifest and options to resume it, or another directory with -o DIR"
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+        return [line.strip() for line in lines]
+
+    def test_changed(self, tmp_path: Path) -> None:
+        rows = self.rows()
+        rows[2] |= {"prompt": "another one", "steps": 30}
+        assert self.differences(tmp_path, rows) == [
+            "rows changed: 1 ('row-2')",
+            "row 'row-2': prompt 'prompt number 2' there, 'another one' now; steps 20 there, 30 now",
+        ]
+
+    def test_its_own_column_changed(self, tmp_path: Path) -> None:
+        """It would not change a pixel, but stand in no metadata."""
+        rows = self.rows()
+        rows[0]["note"] = "y"
+        assert self.differences(tmp_path, rows) == ["rows changed: 1 ('row-0')", "row 'row-0': note 'x' there, 'y' now"]
+
+    def test_grown(self, tmp_path: Path) -> None:
+        assert self.differences(tmp_path, self.rows(7)) == ["rows added: 3 ('row-4', 'row-5', 'row-6')"]
+        assert "rows added: 9 ('row-4', 'row-5', 'row-6', 'row-7', 'row-8' and 4 more)" in refused(
+            "run", runs.manifest(tmp_path / "m.parquet", self.rows(13)), "-o", tmp_path / "out", "--model", "pattern"
+        )
+
+    def test_shrunk_and_exchanged(self, tmp_path: Path) -> None:
+        rows = [*self.rows()[1:], {"id": "new", "prompt": "prompt number 0", "steps": 20, "note": "x"}]
+        assert self.differences(tmp_path, rows) == ["rows removed: 1 ('row-0')", "rows added: 1 ('new')"]
+
+    def test_more_images_of_a_row(self, tmp_path: Path) -> None:
+        rows = [row | {"num_images": 3 if row["id"] == "row-1" else 1} for row in self.rows()]
+        assert self.differences(tmp_path, rows) == ["rows added: 2 ('row-1' image 1, 'row-1' image 2)"]
+
+    def test_a_wrong_row_mended(self, tmp_path: Path) -> None:
+        source, out = tmp_path / "m.parquet", tmp_path / "out"
+        skip = ("-o", out, "--model", "pattern", "--on-bad-row", "skip")
+        bad = [row | {"steps": 0} if row["id"] == "row-3" else row for row in self.rows()]
+        assert runs.batchgen("run", runs.manifest(source, bad), *skip).code == 3
+        said = refused("run", runs.manifest(source, self.rows()), *skip)
+        assert "rows rejected: 1 there, 0 now" in said
+        assert "rows added: 1 ('row-3')" in said
+
+    def test_another_mapping_of_the_same_file(self, tmp_path: Path) -> None:
+        source, out = runs.manifest(tmp_path / "m.parquet", self.rows()), tmp_path / "out"
+        assert runs.run(source, out, "--set", "columns.prompt=prompt").code == 0
+        mapping = ("--set", "columns.prompt=note", "--set", "columns.manifest_prompt=prompt")
+        said = refused("run", source, "-o", out, "--model", "pattern", *mapping)
+        assert "row 'row-0': prompt 'prompt number 0' there, 'x' now" in said
+
+    def test_the_same_rows_in_other_files_resume(self, tmp_path: Path) -> None:
+        """Order, types, names of columns and files do not count."""
+        source, out = runs.manifest(tmp_path / "m.parquet", self.rows()), tmp_path / "out"
+        assert runs.run(source, out).code == 0
+        folder = tmp_path / "parts"
+        folder.mkdir()
+        table = pq.read_table(source).rename_columns(["id", "caption", "steps", "note"])
+        table = table.set_column(2, "steps", table["steps"].cast("int8"))
+        pq.write_table(table.slice(2), folder / "a.parquet")
+        pq.write_table(table.slice(0, 2), folder / "b.parquet")
+        again = runs.run(folder, out, "--set", "columns.prompt=caption")
+        assert (again.code, again.closing_line.split()[0]) == (0, "4"), again.err
 
 
 @pytest.mark.parametrize("command", ["status", "verify", "finalize"])
-def test_no_run_directory(tmp_path: Path, command: str) -> None:
-    assert "no run directory" in refused(command, tmp_path)
+def test_no_run_directory(tmp_path: Path, source: Path, command: str) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        assert f"{place} is no run directory" in refused(command, place)
+    assert str(source) in refused(command, source)
+    assert sorted(tmp_path.iterdir()) == [source]
 
 
 def test_output_is_something_else(tmp_path: Path, source: Path) -> None:
     assert "is a file" in refused("run", source, "-o", source, "--model", "pattern")
     assert "something else" in refused("run", source, "-o", tmp_path, "--model", "pattern")
+    assert "Not a directory" in refused("run", source, "-o", source / "out", "--model", "pattern")
+    assert "name too long" in refused("run", source, "-o", tmp_path / ("o" * 300), "--model", "pattern")
+    assert "name too long" in refused("run", "m" * 300, "-o", tmp_path / "out", "--model", "pattern")
+    assert sorted(tmp_path.iterdir()) == [source]
+
+
+def test_a_plan_that_cannot_be_read(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    (out / ".run" / "plan" / "0.json").write_text("{")
+    for words in (["run", source, "-o", out, "--model", "pattern"], ["status", out], ["verify", out]):
+        assert "0.json is not a plan's index" in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "no/such/folder"], "there is no model folder 'no/such/folder'"),
+        (["--model", "patern"], "did you mean 'pattern'?"),
+        (["--model", "pattern", "--set", "sampling.sampler=eulr"], "there is no sampler 'eulr'; did you mean 'euler'?"),
+        (["--model", "pattern", "--set", "model.variant=fp16"], 'the pattern model knows only "faults"'),
+        (["--model", "pattern", "--set", "model.dtype=float16"], "model.dtype = 'float16' has no effect"),
+        (["--model", "demo", "--set", "model.revision=main"], "model.revision = 'main' has no effect"),
+        (["--model", "m" * 300], "cannot be used: File name too long"),
+        (["--model", "pattern", "--set", "plan.max_batch"], "is not of the form table.key=value"),
+        (["--model", "pattern", "--set", "output.format=zip"], "output.format = 'zip' is not usable"),
+        (["--model", "pattern", "--job", "none.toml"], "none.toml cannot be read"),
+        (["--model", "pattern", "--set", "plan.profile=none.json"], "none.json"),
+        (["--model", "pattern", "--formt", "files"], "--format"),
+        (["--model", "pattern", "--grace", "soon"], "'soon' is not a valid float"),
+        (["--model", "pattern", "--set", "plan.batch_sizes=[8]", "--set", "plan.max_batch=4"], "leaves no size"),
+    ],
+)
+def test_options(tmp_path: Path, source: Path, args: list[str], said: str) -> None:
+    assert said in refused("run", source, "-o", tmp_path / "out", *args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_of_the_job_is_loaded_once_the_directory_is_right(tmp_path: Path, source: Path) -> None:
+    """A device that is not there is a user's mistake too."""
+    said = refused("run", source, "-o", tmp_path / "out", "--model", "demo", "--set", "engine.device=cuda:99")
+    assert "engine.device = 'cuda:99' is not there" in said
+
+
+def test_several_files_need_a_directory(tmp_path: Path, source: Path) -> None:
+    other = runs.prompts(tmp_path / "n.parquet", 1)
+    assert "say where the results go with -o DIR" in refused("run", source, other, "--model", "pattern")

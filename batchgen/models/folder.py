@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
+from batchgen.filesystem import resumable
 from batchgen.job import Model
 from batchgen.models import demo, facts, hashes
 
@@ -69,7 +70,10 @@ def find_model(model: Model) -> ModelFolder:
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
     local = Path(model.path).expanduser()
-    if local.is_dir():
+    with resumable(local):
+        is_folder = local.is_dir()
+    if is_folder:
+        _refuse_idle(model, ("revision",), "a local folder has no revisions")
         return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, ()))
     if local.is_file():
         raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
@@ -81,10 +85,15 @@ def find_model(model: Model) -> ModelFolder:
 
 
 def facts_of(model: Model) -> facts.Facts:
-    """What planning must know of the job's model. Raises UsageError as `find_model` does."""
+    """What planning must know of the job's model. Raises UsageError as `find_model` does, and for a key of `[model]`
+    that would have no effect."""
     if model.path == "pattern":
+        if model.variant != "faults":
+            _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
+        _refuse_idle(model, ("revision", "dtype"), "the pattern model has no weights")
         return facts.PATTERN
     if model.path == "demo":
+        _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
         found = facts.stable_diffusion(demo.UNET, demo.VAE, demo.SCHEDULER, demo.TEXT_LENGTH)
         return replace(found, steps=10, note=demo.NOTE)
     folder = find_model(model)
@@ -92,6 +101,13 @@ def facts_of(model: Model) -> facts.Facts:
     if not isinstance(length, int) or length > 10_000:
         raise UsageError(f"{folder.path}/tokenizer/tokenizer_config.json lacks model_max_length, usually 77")
     return facts.stable_diffusion(folder.config("unet"), folder.config("vae"), folder.config("scheduler"), length)
+
+
+def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
+    for key in keys:
+        value = getattr(model, key)
+        if value is not None:
+            raise UsageError(f"model.{key} = {value!r} has no effect on model {model.path!r}: {reason}; leave it out")
 
 
 def identity(model: Model) -> dict[str, str]:

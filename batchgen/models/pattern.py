@@ -23,7 +23,7 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from batchgen import job
-from batchgen.errors import RowError, UsageError
+from batchgen.errors import RowError
 from batchgen.generator import Dropped
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
 
@@ -61,11 +61,6 @@ class PatternGenerator:
     versions: Mapping[str, str] = {"pattern": "1"}
 
     def __init__(self, model: job.Model) -> None:
-        if model.variant not in (None, "faults"):
-            raise UsageError(
-                f'model.variant = "{model.variant}" is unknown to the pattern model; '
-                'leave it out, or set "faults" to make prompts that begin with "fault:" go wrong'
-            )
         self._obeys_faults = model.variant == "faults"
         self._raised: set[tuple[str, int]] = set()
 
