@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
 
-from pydantic import Field, PositiveInt, TypeAdapter
+from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
 
 from batchgen.errors import UsageError
 from batchgen.records import Group
@@ -70,6 +70,8 @@ class PatternModel:
 class Measurement:
     """One line of a profile."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     width: PositiveInt
     height: PositiveInt
     is_guided: bool
@@ -115,8 +117,12 @@ def load_profile(path: Path) -> Profile:
         content = json.loads(path.read_text(encoding="utf-8"))
         measurements = _MEASUREMENTS.validate_python(content["measurements"])
         return Profile(f"{path} ({content['source']})", measurements)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, ('measurements', *first['loc'])))}: {first['msg']}"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {error!r}") from None
+        what = repr(error)
+    raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {what}")
 
 
 def max_batch_by_memory(width: int, height: int) -> int:

@@ -124,7 +124,8 @@ class FileSystem:
         """The folder and its parents, on the disk when the call returns."""
         with resumable(path):
             if not path.is_dir():
-                path.mkdir(parents=True, exist_ok=True)
+                self.make_folder(path.parent)
+                path.mkdir(exist_ok=True)
                 self.sync_folder(path.parent)
 
     def sync_file(self, file: BinaryIO) -> None:

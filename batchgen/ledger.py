@@ -21,6 +21,8 @@ from batchgen.filesystem import FileSystem
 
 TABLE_SUFFIX = ".rows.parquet"
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
+_NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What comes of reading bytes that are no slot's content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +314,7 @@ def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
         receipt = Receipt(**fields)
         if (receipt.shard, receipt.epoch) == (shard, epoch) and receipt.kind in (COMMITTED, RELEASED, ABANDONED):
             return receipt
-    except (ValueError, KeyError, TypeError):
+    except _NO_SLOT:
         pass
     nobody = Owner("", "", "", "", 0, "")
     return Receipt(ABANDONED, shard, epoch, nobody, is_readable=False)
@@ -322,7 +324,7 @@ def _claim(content: bytes | None) -> Claim | None:
     try:
         fields = json.loads(content or b"")
         return Claim(shard=fields.pop("shard"), epoch=fields.pop("epoch"), owner=Owner(**fields))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _NO_SLOT:
         return None
 
 

@@ -19,7 +19,7 @@ def settle_dtype(ledger: Ledger, dtype: str | None) -> None:
         return
     try:
         settled = json.loads(ledger.files.read(path) or b"")["dtype"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read ({error!r}); remove it if no worker is running") from None
     if settled != dtype:
         raise UsageError(

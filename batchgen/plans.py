@@ -169,7 +169,7 @@ class PlanIndex:
             fields["groups"] = tuple(Group(**one) for one in fields["groups"])
             fields["shard_rows"] = tuple(fields["shard_rows"])
             return cls(**fields)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
                 f"{path} is not a plan's index that this version of batchgen can read ({error!r}); "
                 "if the run directory was damaged, start a new one"

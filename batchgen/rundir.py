@@ -148,7 +148,8 @@ def _freeze(
 ) -> PlanIndex:
     planned = plan_manifest(names, job, on_progress)
     on_planned(planned)
-    for folder in (run.path, run.data, run.root, run.plans):
+    # The bookkeeping first: by it a run directory is told from a folder with something else in it.
+    for folder in (run.root, run.plans, run.data):
         run.files.make_folder(folder)
     run.files.probe(run.root)
     surveyed = planned.draft.survey
@@ -156,7 +157,8 @@ def _freeze(
         **fingerprint(job, planned.facts, surveyed.manifest),
         "manifest.rows": surveyed.rows_digest,
     }
-    return freeze(planned.draft, run.plans, run.files, job.model.path, job.model_dump(), prints, planned.rejections)
+    content = job.model_dump(mode="json")
+    return freeze(planned.draft, run.plans, run.files, job.model.path, content, prints, planned.rejections)
 
 
 def _check_same(

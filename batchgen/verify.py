@@ -100,8 +100,7 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
             elif what := _image_fault(rows[name], data):
                 faults.append(_fault(rows[name], what))
     except BatchgenError as error:
-        faults += [_fault(row, f"missing: {error}") for name, row in rows.items() if name not in seen]
-        return faults, len(rows)
+        faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
     faults += [_fault(row, "missing") for name, row in rows.items() if name not in seen]
     if not faults and part_digest(published(run, receipt))[2] != receipt.part_sha256:
         what = "altered: its images are whole, what lies beside them is not"

@@ -116,8 +116,11 @@ class Worker:
 
     def _make_alone(self, batch: Batch, row: Row) -> Outcome:
         """A row tried again without its neighbours, in the bucket that was planned for it."""
+        alone = replace(batch, rows=(row,))
         try:
-            (outcome,) = self._generate(replace(batch, rows=(row,)))
+            (outcome,) = self._generate(alone)
+        except OutOfMemory as error:
+            (outcome,) = self._make_halves(alone, error)
         except _FATAL:
             raise
         except Exception as error:

@@ -6,7 +6,6 @@ import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from batchgen.errors import Interrupted, UsageError
 from batchgen.filesystem import FileSystem
 from tests.crashes import Crash, machine
+from tests.processes import PROCESSES
 
 FILES = FileSystem()
 TROUBLES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT]
@@ -33,7 +33,7 @@ def test_each_slot_has_exactly_one_winner(tmp_path: Path, kind: str) -> None:
         with ThreadPoolExecutor(6) as pool:
             won = list(pool.map(put_all, places))
     else:
-        with get_context("spawn").Pool(3) as processes:
+        with PROCESSES.Pool(3) as processes:
             won = processes.map(put_all, places, chunksize=1)
     for slot in range(40):
         (winner,) = [number for number, results in enumerate(won) if results[slot]]

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,9 @@ from batchgen.models.facts import PATTERN
 from batchgen.plans import PlanIndex, PlanReader, batches, load_index
 from batchgen.records import Group
 from batchgen.rundir import RunDirectory, open_run
+from batchgen.runner import run_job
 from tests.plans import Frozen, folder, frozen, pattern_job, write
+from tests.processes import PROCESSES
 
 LINES = st.fixed_dictionaries(
     {
@@ -167,7 +168,7 @@ def test_of_several_planners_one_wins_and_all_use_its_plan(tmp_path: Path, pool:
         with ThreadPoolExecutor(8) as threads:
             found = [index for index, _ in threads.map(open_plan, [str(tmp_path)] * 8)]
     else:
-        with get_context("spawn").Pool(3) as processes:
+        with PROCESSES.Pool(3) as processes:
             found = [index for index, _ in processes.map(open_plan, [str(tmp_path)] * 3, chunksize=1)]
     assert all(index == found[0] for index in found)
     index, names = open_plan(str(tmp_path))
@@ -175,6 +176,21 @@ def test_of_several_planners_one_wins_and_all_use_its_plan(tmp_path: Path, pool:
     reader = PlanReader(tmp_path / "run" / ".run" / "plan", index)
     texts = [text for number in index.shards for text in reader.shard(number)["prompt"].to_pylist()]
     assert sorted(texts) == sorted(f"prompt {n}" for n in range(50))
+
+
+def test_a_planner_that_is_late_by_a_whole_run_uses_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run has swept the folder into which this one still writes."""
+    files, run, real = write(tmp_path / "m", prompts(5)), RunDirectory(tmp_path / "run"), plans._write_file
+
+    def late(*arguments: Any) -> Any:
+        monkeypatch.setattr(plans, "_write_file", real)
+        assert run_job(files, run.path, pattern_job()).balance.done == 5
+        return real(*arguments)
+
+    monkeypatch.setattr(plans, "_write_file", late)
+    index = open_run(run, files, pattern_job())
+    assert index == run.index()
+    assert set(run.files.names(run.plans)) == {"0.json", index.folder}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,102 @@
+"""Predicted seconds: measured ones near what was measured, and profiles that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.cost import ConservativeModel, Cost, Measurement, PatternModel, Profile, Seconds, load_profile
+from batchgen.errors import UsageError
+from batchgen.records import Group
+
+ONE = {"width": 512, "height": 512, "is_guided": True, "batch_size": 4, "fixed_s": 0.5, "evaluation_s": 0.1}
+
+
+def group_of(width: int, height: int, is_guided: bool) -> Group:
+    return Group(width, height, is_guided, 77, "x,e")
+
+
+GROUPS = st.builds(group_of, st.sampled_from([64, 512, 1024, 4096]), st.sampled_from([64, 768]), st.booleans())
+
+
+@pytest.mark.parametrize("model", [ConservativeModel(), PatternModel()], ids=lambda model: type(model).__name__)
+@given(GROUPS, st.integers(1, 32))
+def test_guesses_grow_with_the_batch_and_favour_larger_ones(model: Cost, group: Group, size: int) -> None:
+    one, next_one = model.seconds(group, size), model.seconds(group, size + 1)
+    assert not model.is_measured
+    assert 0 < one.of(20) < next_one.of(20)
+    assert next_one.of(20) / (size + 1) <= one.of(20) / size * (1 + 1e-12)
+
+
+SIDES = st.sampled_from([256, 512])
+MEASURED = st.builds(
+    Measurement, SIDES, SIDES, st.booleans(), st.sampled_from([1, 4, 8]), st.floats(0.1, 9), st.floats(0.1, 9)
+)
+
+
+@given(st.lists(MEASURED, min_size=1, max_size=6), GROUPS, st.integers(1, 16))
+def test_a_profile_gives_back_what_was_measured_and_scales_the_rest(
+    measured: list[Measurement], group: Group, size: int
+) -> None:
+    profile = Profile("a test", tuple(measured))
+    for one in measured:
+        bucket = (one.width, one.height, one.is_guided, one.batch_size)
+        same = [o for o in measured if (o.width, o.height, o.is_guided, o.batch_size) == bucket]
+        found = profile.seconds(group_of(one.width, one.height, one.is_guided), one.batch_size)
+        assert found in [Seconds(o.fixed_s, o.evaluation_s) for o in same]
+    guess = profile.seconds(group, size)
+    assert guess.fixed_s > 0
+    assert guess.evaluation_s > 0
+
+
+def test_an_unmeasured_bucket_is_scaled_by_its_pixels_and_guidance() -> None:
+    profile = Profile("a test", (Measurement(512, 512, True, 4, 0.5, 0.1),))
+    assert profile.seconds(group_of(1024, 512, True), 4) == Seconds(1.0, 0.2)
+    assert profile.seconds(group_of(512, 512, True), 2) == Seconds(0.25, 0.05)
+    assert profile.seconds(group_of(512, 512, False), 4) == Seconds(0.25, 0.05)
+
+
+def test_a_profile_is_read_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"source": "one H200", "measurements": [ONE]}))
+    assert load_profile(path) == Profile(f"{path} (one H200)", (Measurement(**ONE),))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"measurements": []}',
+        {"source": "x", "measurements": []},
+        {"source": "x", "measurements": [{}]},
+        {"source": "x", "measurements": "no"},
+        *({"source": "x", "measurements": [ONE | bad]} for bad in (
+            {"batch_size": 0}, {"batch_size": "many"}, {"width": -1}, {"fixed_s": -1.0}, {"evaluation_s": float("nan")},
+            {"fixed_s": float("inf")}, {"more": 1}, {"height": None}
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_profile_is_said_to_be_none(tmp_path: Path, content: Any) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(UsageError, match=r"plan.profile = .*profile.json' is not a profile that batchgen can read"):
+        load_profile(path)
+
+
+def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.json"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_a_wrong_measurement_is_pointed_at(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"source": "x", "measurements": [ONE, ONE | {"batch_size": 0}]}))
+    with pytest.raises(UsageError, match=r"read: measurements\.1\.batch_size: Input should be greater than 0"):
+        load_profile(path)

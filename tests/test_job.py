@@ -1,0 +1,187 @@
+"""Job files and --set: every key, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from batchgen.errors import UsageError
+from batchgen.job import Job, load_job
+
+VALUES: dict[str, Any] = {
+    "model.path": "a folder/of mine",
+    "model.revision": "main",
+    "model.variant": "fp16",
+    "model.dtype": "bfloat16",
+    "sampling.width": 768,
+    "sampling.height": 512,
+    "sampling.steps": 30,
+    "sampling.guidance_scale": 3.5,
+    "sampling.negative_prompt": "blurry, \"bad\"",
+    "sampling.sampler": "heun",
+    "sampling.seed": 2**64 - 1,
+    "sampling.num_images": 4,
+    "plan.batch_sizes": [1, 3, 8],
+    "plan.max_batch": 16,
+    "plan.shard_images": 100,
+    "plan.profile": "profile.json",
+    "plan.size_policy": "round",
+    "plan.on_bad_row": "skip",
+    "plan.on_truncate": "error",
+    "engine.device": "cuda:1",
+    "engine.mode": "eager",
+    "engine.decode_batch": 2,
+    "output.format": "webdataset",
+    "output.image": "webp",
+    "output.quality": 80,
+    "output.embed": False,
+    "output.encoders": 3,
+    "run.grace_s": 12.5,
+    "run.commit_every_s": 60,
+    "run.stale_after_s": 0.5,
+    "run.max_deaths": 1,
+}  # fmt: skip
+"""One value of every key that is not its default."""
+
+
+def keys() -> Iterator[str]:
+    for table, field in Job.model_fields.items():
+        if table != "columns":
+            assert isinstance(field.annotation, type)
+            assert issubclass(field.annotation, BaseModel)
+            yield from (f"{table}.{key}" for key in field.annotation.model_fields)
+
+
+def value_at(job: Job, name: str) -> Any:
+    table, key = name.split(".")
+    return getattr(getattr(job, table), key)
+
+
+def test_every_key_is_tried() -> None:
+    assert set(VALUES) == set(keys())
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_key_is_set_by_file_and_by_option_alike(name: str, tmp_path: Path) -> None:
+    table, key = name.split(".")
+    wanted = tuple(VALUES[name]) if isinstance(VALUES[name], list) else VALUES[name]
+    path = tmp_path / "job.toml"
+    path.write_text(f"[{table}]\n{key} = {json.dumps(VALUES[name])}\n", encoding="utf-8")
+    assert value_at(load_job(path), name) == wanted != value_at(load_job(), name)
+    assert load_job(None, [f"{name}={json.dumps(VALUES[name])}"]) == load_job(path)
+    if isinstance(VALUES[name], str):
+        assert load_job(None, [f"{name}={VALUES[name]}"]) == load_job(path)
+    assert load_job(path, [f"{name}={json.dumps(VALUES[name])}", "columns.prompt=caption"]).columns == {
+        "prompt": "caption"
+    }
+
+
+def refusal(path: Path | None = None, *overrides: str) -> str:
+    with pytest.raises(UsageError) as refused:
+        load_job(path, overrides)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("sampling.stesp=3", "--set: there is no key 'sampling.stesp'; did you mean 'steps'?"),
+        ("samplign.steps=3", "--set: there is no key 'samplign'; did you mean 'sampling'?"),
+        ("zzz.steps=3", "known here: model, sampling, columns, plan, engine, output, run"),
+        ("run.zzz=3", "known here: grace_s, commit_every_s, stale_after_s, max_deaths"),
+        ("model.path.x=3", "there is no key 'model.path.x'"),
+        ("steps=3", "--set 'steps=3' is not of the form table.key=value"),
+        ("sampling.steps", "is not of the form table.key=value"),
+        (".steps=3", "there is no key ''"),
+        ("sampling.steps=x", "sampling.steps = 'x' is not usable: Input should be a valid integer"),
+        ("sampling.steps=3.0", "sampling.steps = 3.0 is not usable"),
+        ("sampling.steps=true", "sampling.steps = True is not usable"),
+        ("sampling.steps=0", "sampling.steps = 0 is not usable: Input should be greater than or equal to 1"),
+        ("sampling.guidance_scale=nan", "sampling.guidance_scale = nan is not usable: Input should be a finite number"),
+        ("sampling.guidance_scale=inf", "is not usable: Input should be a finite number"),
+        ("sampling.seed=-1", "sampling.seed = -1 is not usable: Input should be greater than or equal to 0"),
+        (f"sampling.seed={2**64}", "is not usable: Input should be less than 18446744073709551616"),
+        ("sampling.seed=" + "9" * 5000, "is not usable"),
+        (
+            "model.dtype=float8",
+            "'float8' is not usable: Input should be 'float32', 'float16' or 'bfloat16'",
+        ),
+        ("model.path=7", "model.path = 7 is not usable: Input should be a valid string"),
+        ("output.quality=101", "output.quality = 101 is not usable: Input should be less than or equal to 100"),
+        ("output.embed=1", "output.embed = 1 is not usable: Input should be a valid boolean"),
+        ("plan.batch_sizes=[]", "plan.batch_sizes = [] is not usable"),
+        ("plan.batch_sizes=[1, 0]", "plan.batch_sizes.1 = 0 is not usable"),
+        ("plan.batch_sizes=[1, true]", "plan.batch_sizes.1 = True is not usable"),
+        ("plan.batch_sizes=['1']", "plan.batch_sizes.0 = '1' is not usable"),
+        ("plan.batch_sizes=8", "plan.batch_sizes = 8 is not usable"),
+        ("columns.prompt=5", "columns.prompt = 5 is not usable: Input should be a valid string"),
+        ("run.grace_s=0", "run.grace_s = 0 is not usable: Input should be greater than 0"),
+    ],
+)
+def test_a_wrong_option_is_told_in_a_sentence(override: str, sentence: str) -> None:
+    assert sentence in refusal(None, override)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"[model\npath = 1", "is not TOML: "),
+        (b"[model]\npath = 'a'\npath = 'b'", "is not TOML: "),
+        (b"\xff\xfe[model]", "cannot be read: "),
+        (b"seed = " + b"9" * 5000, "is not TOML: "),
+        (b"[sampling]\nsteps = 'x'\nwidht = 3\n", "sampling.steps = 'x' is not usable"),
+        (b"[sampling]\nsteps = 'x'\nwidht = 3\n", "there is no key 'sampling.widht'; did you mean 'width'?"),
+        (b"model = 'demo'", "model = 'demo' is not usable"),
+        (b"[[model]]\npath = 'a'", "is not usable"),
+        (b"stepps = 3", "there is no key 'stepps'"),
+    ],
+)
+def test_a_wrong_file_is_named_and_told_in_a_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    message = refusal(path)
+    assert sentence in message
+    assert all(str(path) in line for line in message.splitlines())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "none.toml cannot be read: " in refusal(tmp_path / "none.toml")
+    assert "cannot be read: " in refusal(tmp_path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(list(VALUES)))
+def test_any_value_is_taken_or_refused_in_a_sentence(text: str, name: str) -> None:
+    try:
+        job = load_job(None, [f"{name}={text}"])
+    except UsageError:
+        return
+    assert isinstance(value_at(job, name), type(VALUES[name]) | tuple | float)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_any_option_is_taken_or_refused_in_a_sentence(override: str) -> None:
+    try:
+        load_job(None, [override])
+    except UsageError as error:
+        assert override.partition("=")[0].strip().partition(".")[0] in str(error) or repr(override) in str(error)  # noqa: PT017
+
+
+def test_later_options_win_and_options_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[sampling]\nsteps = 5\nwidth = 64\n")
+    job = load_job(path, ["sampling.steps=6", "sampling.steps=7"])
+    assert (job.sampling.steps, job.sampling.width) == (7, 64)
+
+
+def test_a_job_does_not_change() -> None:
+    job = load_job()
+    with pytest.raises(ValueError, match="frozen"):
+        job.sampling.steps = 3  # type: ignore[misc]

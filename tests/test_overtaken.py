@@ -1,0 +1,121 @@
+"""Planners and finalizers that another one overtakes at any of their steps on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import runner, worker
+from batchgen.filesystem import FileSystem
+from batchgen.finalize import SUCCESS, finalize
+from batchgen.ledger import Ledger
+from batchgen.plans import load_index
+from batchgen.publish import publish
+from batchgen.rundir import RunDirectory, open_run
+from batchgen.runner import run_job
+from batchgen.verify import verify
+from tests.plans import folder, pattern_job, write
+from tests.shards import FORMATS
+
+OPTIONS = ("plan.batch_sizes=[1, 3]", "plan.shard_images=2", "plan.on_bad_row=skip", "output.encoders=1")
+MANIFEST = {"id": ["a", "b", "c", "d", "e"], "prompt": ["a", None, "fault: raise", "d", "e"]}
+LINE = "5 rows = 3 done + 1 failed + 1 rejected + 0 outstanding"
+
+
+class Overtaken(FileSystem):
+    """Before its n-th step another one does `overtake`."""
+
+    def __init__(self, step: int, overtake: Callable[[], object]) -> None:
+        self.left = step
+        self._overtake = overtake
+
+    def __getattribute__(self, name: str) -> Any:
+        if hasattr(FileSystem, name) and not name.startswith("__"):
+            self.left -= 1
+            if self.left == 0:
+                self._overtake()
+        return super().__getattribute__(name)
+
+
+def contents(run: RunDirectory) -> dict[str, str]:
+    """sha256 of every file outside the bookkeeping, but for the marker's token."""
+    files = [path for path in run.path.rglob("*") if path.is_file() and run.root not in path.parents]
+    return {
+        str(path.relative_to(run.path)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.name != SUCCESS
+    }
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with folder() as path:
+        yield path
+
+
+def test_a_planner_takes_the_plan_that_was_worked_off_meanwhile(memory: Path) -> None:
+    job = pattern_job(*OPTIONS, "model.variant=faults")
+    manifest = write(memory / "manifest", MANIFEST)
+    for step in itertools.count(1):
+        out = memory / f"{step}"
+        files = Overtaken(step, lambda out=out: run_job(manifest, out, job))  # type: ignore[misc]
+        index = open_run(RunDirectory(out, files), manifest, job)
+        if files.left > 0:
+            break
+        assert index == load_index(out / ".run" / "plan", FileSystem())
+        assert run_job(manifest, out, job).balance.line() == LINE
+        assert verify(RunDirectory(out)).faults == ()
+    assert step > 20
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose rows are settled: nothing is published, nothing finalized."""
+    path = tmp_path_factory.mktemp("settled")
+    job = pattern_job(*OPTIONS, "model.variant=faults", f"output.format={request.param}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "publish", lambda run, receipt: None)
+        patch.setattr(runner, "finalize", lambda run: None)
+        run_job(write(path / "manifest", MANIFEST), path / "run", job)
+    return path / "run"
+
+
+def test_two_finalizers_at_once_write_what_one_writes(
+    settled: Path, memory: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each format at every third step of its own: what is overtaken there hardly depends on the format."""
+    undisturbed = RunDirectory(memory / "0" / "run")
+    shutil.copytree(settled, undisturbed.path)
+    finalize(undisturbed)
+    assert contents(undisturbed)
+    for step in itertools.count(1 + FORMATS.index(request.node.callspec.params["settled"]), 3):
+        path = memory / f"{step}" / "run"
+        shutil.copytree(settled, path)
+        files = Overtaken(step, lambda path=path: finalize(RunDirectory(path)))  # type: ignore[misc]
+        assert finalize(RunDirectory(path, files)).line() == LINE
+        assert contents(RunDirectory(path)) == contents(undisturbed)
+        if files.left > 0:
+            break
+        assert verify(RunDirectory(path)).faults == ()
+    assert step > 30
+
+
+def test_an_owner_publishes_while_its_part_is_published_and_the_run_finalized(settled: Path, memory: Path) -> None:
+    for step in itertools.count(1):
+        run = RunDirectory(memory / f"{step}" / "run")
+        shutil.copytree(settled, run.path)
+        states = list(Ledger(run.root, run.files).states(run.index().shards))
+        files = Overtaken(step, lambda run=run: finalize(run))  # type: ignore[misc]
+        for receipt in (one for state in states for one in state.committed):
+            publish(RunDirectory(run.path, files), receipt)
+        finalize(run)
+        assert verify(run).faults == ()
+        if files.left > 0:
+            break
+    assert step > 3

@@ -1,0 +1,145 @@
+"""Every damage to a finished run is found and named, and none of it is a traceback."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.ledger import Ledger, Receipt
+from batchgen.parts import part_reader
+from batchgen.rundir import RunDirectory
+from batchgen.verify import verify
+from tests.plans import finished
+from tests.shards import FORMATS
+
+MANIFEST = {
+    "id": [f"row {n}" for n in range(6)],
+    "prompt": [f"prompt {n}" for n in range(6)],
+    "num_images": [1, 2, 1, 1, 1, 1],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name in FORMATS:
+        options = [f"output.format={name}", "plan.shard_images=4"]
+        found[name] = finished(tmp_path_factory.mktemp(name), MANIFEST, overrides=options)[0].path
+    return found
+
+
+@pytest.fixture(params=FORMATS)
+def run(request: pytest.FixtureRequest, runs: dict[str, Path], tmp_path: Path) -> RunDirectory:
+    shutil.copytree(runs[request.param], tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+def receipts(run: RunDirectory) -> list[Receipt]:
+    return [one for state in Ledger(run.root, run.files).states(run.index().shards) for one in state.committed]
+
+
+def test_a_whole_run_has_no_fault(run: RunDirectory) -> None:
+    counts: list[int] = []
+    found = verify(run, counts.append)
+    assert (found.num_images, found.faults) == (7, ())
+    assert sum(counts) == 7
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:60] + bytes([data[60] ^ 1]) + data[61:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"), [(truncated, "truncated: "), (emptied, "truncated: 0 of "), (flipped, "altered: ")]
+)
+def test_each_damaged_image_is_named_with_its_row(
+    runs: dict[str, Path], tmp_path: Path, damage: Callable[[bytes], bytes], what: str
+) -> None:
+    shutil.copytree(runs["files"], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    rows = pq.read_table(run.path / "metadata.parquet").to_pylist()
+    for row in (rows[1], rows[2], rows[5]):
+        path = run.path / row["file_name"]
+        path.write_bytes(damage(path.read_bytes()))
+    (run.path / rows[6]["file_name"]).unlink()
+    faults = verify(run).faults
+    wanted = {(row["file_name"], row["id"], row["image_number"]) for row in (rows[1], rows[2], rows[5], rows[6])}
+    assert {(one.place, one.row_id, one.image_number) for one in faults} == wanted
+    assert all(one.what.startswith("missing" if one.row_id == rows[6]["id"] else what) for one in faults)
+
+
+@pytest.mark.parametrize("format_name", ["webdataset", "parquet"])
+def test_an_image_flipped_within_its_part_is_named_with_its_row(
+    runs: dict[str, Path], tmp_path: Path, format_name: str
+) -> None:
+    shutil.copytree(runs[format_name], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    part = run.data / receipts(run)[0].part
+    name, image = list(part_reader(part))[1]
+    whole = part.read_bytes()
+    place = whole.index(image) + len(image) // 2
+    part.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    rows = pq.read_table(run.path / "metadata.parquet").to_pylist()
+    (row,) = [row for row in rows if Path(row["file_name"]).name == name]
+    (fault,) = verify(run).faults
+    assert (fault.place, fault.row_id, fault.image_number) == (row["file_name"], row["id"], row["image_number"])
+    assert fault.what.startswith("altered")
+
+
+def test_any_flipped_byte_and_any_cut_is_found(run: RunDirectory) -> None:
+    random = np.random.default_rng(2)
+    paths = [path for path in sorted(run.data.rglob("*")) if path.is_file() and path.name != "metadata.parquet"]
+    paths += [run.root / "work" / f"{one.stem}.rows.parquet" for one in receipts(run)]
+    for number in range(60):
+        path = paths[number % len(paths)]
+        whole = path.read_bytes()
+        place = int(random.integers(0, len(whole)))
+        path.write_bytes(
+            whole[:place] + (b"" if number % 3 == 0 else bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
+        )
+        assert verify(run).faults, (path, place)
+        path.write_bytes(whole)
+    assert verify(run).faults == ()
+
+
+def test_what_is_missing_is_named(run: RunDirectory) -> None:
+    first, second = receipts(run)[:2]
+    rows = {row["file_name"]: row["id"] for row in pq.read_table(run.path / "metadata.parquet").to_pylist()}
+    part = run.data / first.part
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    (run.root / "work" / f"{second.stem}.rows.parquet").unlink()
+    found = verify(run)
+    gone = {(one.place, one.row_id) for one in found.faults if one.row_id}
+    assert gone == {(name, row_id) for name, row_id in rows.items() if name.startswith(f"data/{first.part}")}
+    parts = {one.place: one.what for one in found.faults if not one.row_id}
+    assert parts.keys() == {f"data/{first.part}", f"data/{second.part}"}
+    assert parts[f"data/{second.part}"].startswith("unreadable: its row table or itself is gone")
+
+
+def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(runs["files"], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    (run.data / receipts(run)[0].part / "foreign.png").write_bytes(b"x")
+    (fault,) = verify(run).faults
+    assert fault.place.endswith("/foreign.png")
+    assert fault.what.startswith("foreign: ")
+
+
+def test_a_part_that_was_not_yet_published_is_read(run: RunDirectory) -> None:
+    receipt = receipts(run)[0]
+    (run.data / receipt.part).rename(run.root / "work" / receipt.part)
+    found = verify(run)
+    assert (found.num_images, found.faults) == (7, ())

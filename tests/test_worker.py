@@ -1,0 +1,532 @@
+"""One worker with a model that does as it is told: what it retries, halves, commits, drops and leaves alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen import codec, worker
+from batchgen.encoders import EncoderPool
+from batchgen.errors import Interrupted, RowError, UsageError
+from batchgen.generator import DeviceLost, Dropped, OutOfMemory
+from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt, this_process
+from batchgen.models.pattern import paint
+from batchgen.plans import PlanReader, batches
+from batchgen.records import Batch, Failure, Image, Outcome, Row
+from batchgen.stopping import Stop
+from batchgen.worker import Heart, Worker
+from tests.plans import Frozen, folder, frozen, pattern_job
+
+
+class Scripted:
+    """Paints, unless `behave` raises or has outcomes of its own; remembers what it was asked for."""
+
+    versions: Mapping[str, str] = {"scripted": "1"}
+
+    def __init__(self, behave: Callable[[Batch], list[Outcome] | None] = lambda batch: None) -> None:
+        self.behave = behave
+        self.asked: list[tuple[int, list[str]]] = []
+        self.should_drop: Callable[[], bool] = lambda: False
+
+    def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
+        self.asked.append((batch.size, [row.id for row in batch.rows]))
+        self.should_drop = should_drop
+        return self.behave(batch) or [image(batch, row) for row in batch.rows]
+
+
+def image(batch: Batch, row: Row) -> Image:
+    return Image(row, paint(row), batch.size, "scripted", None, None, 0.1)
+
+
+@dataclass
+class Heard:
+    """What a person would see."""
+
+    made: int = 0
+    failed: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    def count(self, made: int, failed: int) -> None:
+        self.made += made
+        self.failed += failed
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@dataclass
+class Bench:
+    """A frozen plan, and workers on it."""
+
+    plan: Frozen
+    overrides: tuple[str, ...]
+    stop: Stop = field(default_factory=Stop)
+    heard: Heard = field(default_factory=Heard)
+
+    @contextmanager
+    def worker(self, generator: Scripted, *, may_wait: bool = False) -> Iterator[Worker]:
+        reader = PlanReader(self.plan.run.plans, self.plan.index)
+        job = pattern_job(*self.overrides)
+        with EncoderPool(1) as pool:
+            yield Worker(
+                self.plan.run, reader, job, self.plan.ledger(), generator, pool, self.stop, self.heard, may_wait
+            )
+
+    def work(self, generator: Scripted, *, may_wait: bool = False) -> None:
+        with self.worker(generator, may_wait=may_wait) as one:
+            one.work()
+
+    def receipts(self, shard: int = 0) -> list[Receipt]:
+        return list(self.plan.ledger().state(shard).receipts)
+
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The row tables of all commits, by row id; a row that is named twice fails the test."""
+        ledger, found = self.plan.ledger(), {}
+        for state in ledger.states(self.plan.index.shards):
+            for receipt in state.committed:
+                lines = pq.read_table(ledger.table_path(receipt.shard, receipt.epoch)).to_pylist()
+                assert not found.keys() & {line["id"] for line in lines}
+                found |= {line["id"]: line for line in lines}
+        return found
+
+    def left_in_work(self) -> list[str]:
+        return sorted(os.listdir(self.plan.run.root / "work"))
+
+
+def bench(path: Path, num_rows: int, *overrides: str) -> Bench:
+    overrides = ("plan.shard_images=100", *overrides)
+    columns = {"id": [f"{number}" for number in range(num_rows)], "prompt": [f"prompt {n}" for n in range(num_rows)]}
+    return Bench(frozen(path, columns, overrides=overrides), overrides)
+
+
+def planned_ids(one: Bench) -> list[list[str]]:
+    return [
+        [row.id for row in batch.rows] for shard in one.plan.shards for batch in batches(shard, one.plan.index.groups)
+    ]
+
+
+def raising(error: BaseException, when: Callable[[Batch], bool]) -> Callable[[Batch], None]:
+    def behave(batch: Batch) -> None:
+        if when(batch):
+            raise error
+
+    return behave
+
+
+def has(row_id: str) -> Callable[[Batch], bool]:
+    return lambda batch: row_id in [row.id for row in batch.rows]
+
+
+EIGHT = ("plan.batch_sizes=[8]",)
+
+
+# What is made
+
+
+def test_batches_are_made_as_planned_and_each_shard_is_one_commit(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 21, "plan.shard_images=9"), Scripted()
+    one.work(generator)
+    assert sorted(planned_ids(one)) == sorted(ids for _, ids in generator.asked)
+    assert one.table().keys() == {f"{number}" for number in range(21)}
+    for shard in one.plan.index.shards:
+        (receipt,) = one.receipts(shard)
+        assert receipt.versions == {"scripted": "1"}
+        assert receipt.ok == tuple(range(one.plan.index.shard_rows[shard]))
+        assert (one.plan.run.data / receipt.part).exists()
+    assert (one.heard.made, one.heard.failed, one.heard.lines) == (21, 0, [])
+    one.work(generator)
+    assert sum(len(ids) for _, ids in generator.asked) == 21
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_worker_begins_at_a_shard_of_its_own(tmp_path: Path, first: int) -> None:
+    one, generator = bench(tmp_path, 3, "plan.shard_images=1"), Scripted()
+    with one.worker(generator) as working:
+        assert working.ledger.owner is not None
+        working.ledger.owner = replace(working.ledger.owner, token=f"{300 + first:016x}")
+        working.work()
+    ids = [ids[0] for ids in planned_ids(one)]
+    assert [asked[0] for _, asked in generator.asked] == ids[first:] + ids[:first]
+
+
+# Rows that fail
+
+
+@pytest.mark.parametrize("is_cured", [True, False])
+def test_a_row_that_failed_is_tried_once_more_alone_in_its_bucket(tmp_path: Path, *, is_cured: bool) -> None:
+    def behave(batch: Batch) -> list[Outcome] | None:
+        if is_cured and len(batch.rows) == 1:
+            return None
+        return [Failure(row, "NotFinite", "NaN") if row.id == "2" else image(batch, row) for row in batch.rows]
+
+    one, generator = bench(tmp_path, 8, *EIGHT), Scripted(behave)
+    one.work(generator)
+    assert generator.asked[1:] == [(8, ["2"])]
+    lines = one.table()
+    assert [lines["2"][name] for name in ("status", "error", "message", "retries")] == (
+        ["ok", None, None, 1] if is_cured else ["failed", "NotFinite", "NaN", 1]
+    )
+    assert {(line["status"], line["retries"]) for row, line in lines.items() if row != "2"} == {("ok", 0)}
+    assert (one.heard.made, one.heard.failed) == ((8, 0) if is_cured else (7, 1))
+
+
+def test_a_batch_that_raises_is_tried_row_by_row_and_only_the_guilty_row_fails(tmp_path: Path) -> None:
+    one = bench(tmp_path, 8, *EIGHT)
+    generator = Scripted(raising(ValueError("no such colour"), has("3")))
+    one.work(generator)
+    (_, first), *rest = generator.asked
+    assert rest == [(8, [row]) for row in first]
+    lines = one.table()
+    assert [lines["3"][name] for name in ("status", "error", "message", "retries")] == [
+        "failed", "ValueError", "no such colour", 1,
+    ]  # fmt: skip
+    assert {(line["status"], line["retries"]) for row, line in lines.items() if row != "3"} == {("ok", 1)}
+    assert "ValueError: no such colour" in one.heard.lines[0]
+
+
+def test_a_row_that_cannot_be_encoded_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = codec.encode
+
+    def refuse_one(pixels: Any, parameters: Any, output: Any) -> bytes:
+        if parameters["id"] == "5":
+            raise RowError("too wide for webp")
+        return encode(pixels, parameters, output)
+
+    monkeypatch.setattr(codec, "encode", refuse_one)
+    one = bench(tmp_path, 8, *EIGHT)
+    one.work(Scripted())
+    lines = one.table()
+    assert [lines["5"][name] for name in ("status", "error", "message")] == ["failed", "RowError", "too wide for webp"]
+    assert [len(one.receipts()[0].ok), len(one.receipts()[0].failed)] == [7, 1]
+    assert (one.heard.made, one.heard.failed) == (7, 1)
+
+
+def test_a_shard_whose_rows_all_fail_is_settled_without_a_part(tmp_path: Path) -> None:
+    one = bench(tmp_path, 3)
+    one.work(Scripted(raising(ValueError("never"), lambda batch: True)))
+    (receipt,) = one.receipts()
+    assert (receipt.ok, receipt.failed, receipt.part) == ((), (0, 1, 2), "")
+    assert os.listdir(one.plan.run.data) == []
+    assert one.left_in_work() == ["00000-0.rows.parquet"]
+
+
+# Memory
+
+
+@given(st.integers(1, 20), st.sampled_from([[1], [8], [3, 7], [1, 16], [5]]), st.integers(1, 16))
+@settings(max_examples=15)
+def test_batches_that_do_not_fit_are_halved_until_they_do(num_rows: int, sizes: list[int], fits: int) -> None:
+    with folder() as path:
+        one = bench(path, num_rows, f"plan.batch_sizes={sizes}")
+        generator = Scripted(raising(OutOfMemory("too large"), lambda batch: batch.size > fits))
+        one.work(generator)
+        lines = one.table()
+        assert lines.keys() == {f"{number}" for number in range(num_rows)}
+        assert {line["status"] for line in lines.values()} == {"ok"}
+        assert all(line["batch_size"] <= fits for line in lines.values())
+        assert all(len(ids) <= size for size, ids in generator.asked)
+        made = [row for size, ids in generator.asked if size <= fits for row in ids]
+        assert sorted(made) == sorted(lines)
+        assert bool(one.heard.lines) == any(size > fits for size, _ in generator.asked)
+
+
+def test_a_row_that_does_not_even_fit_alone_fails_as_such(tmp_path: Path) -> None:
+    one = bench(tmp_path, 8, *EIGHT)
+    generator = Scripted(raising(OutOfMemory("12 GiB more"), has("6")))
+    one.work(generator)
+    assert [size for size, ids in generator.asked if "6" in ids] == [8, 4, 2, 1]
+    lines = one.table()
+    assert [lines["6"][name] for name in ("status", "error", "message")] == ["failed", "OutOfMemory", "12 GiB more"]
+    assert {line["status"] for row, line in lines.items() if row != "6"} == {"ok"}
+
+
+def test_a_row_tried_alone_is_halved_too_where_memory_has_become_short(tmp_path: Path) -> None:
+    def behave(batch: Batch) -> None:
+        if len(batch.rows) == 8:
+            raise ValueError("a batch that fails")
+        if batch.size > 2:
+            raise OutOfMemory("and now memory is short")
+
+    one = bench(tmp_path, 8, *EIGHT)
+    one.work(Scripted(behave))
+    assert {(line["status"], line["batch_size"], line["retries"]) for line in one.table().values()} == {("ok", 2, 1)}
+
+
+# What is nobody's fault
+
+
+@pytest.mark.parametrize("error", [DeviceLost("gone"), UsageError("no such device"), Interrupted("disk full")])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_fatal_error_ends_the_worker_and_commits_nothing_of_its_epoch(
+    tmp_path: Path, error: Exception, *, is_alone: bool
+) -> None:
+    def behave(batch: Batch) -> None:
+        if "3" in [row.id for row in batch.rows]:
+            if is_alone and len(batch.rows) > 1:
+                raise ValueError("a batch that fails")
+            raise error
+
+    one = bench(tmp_path, 8, "plan.batch_sizes=[4]")
+    with pytest.raises(type(error)):
+        one.work(Scripted(behave))
+    assert one.receipts() == []
+    assert one.left_in_work() == []
+    assert os.listdir(one.plan.run.data) == []
+
+
+def test_a_full_disk_while_a_part_is_written_is_no_rows_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(pixels: Any, parameters: Any, output: Any) -> bytes:
+        raise Interrupted("the disk is full")
+
+    monkeypatch.setattr(codec, "encode", full)
+    one = bench(tmp_path, 4)
+    with pytest.raises(Interrupted, match="full"):
+        one.work(Scripted())
+    assert one.receipts() == []
+    assert one.left_in_work() == []
+
+
+# When it commits
+
+
+def test_time_makes_an_epoch_of_what_is_finished(tmp_path: Path) -> None:
+    one = bench(tmp_path, 7, "plan.batch_sizes=[2, 1]", "run.commit_every_s=1e-9")
+    one.work(Scripted())
+    assert [receipt.ok for receipt in one.receipts()] == [(0, 1), (2, 3), (4, 5), (6,)]
+    assert sorted(os.listdir(one.plan.run.data)) == [f"00000-{epoch}" for epoch in range(4)]
+    assert len(one.table()) == 7
+
+
+def test_a_receipt_names_no_row_that_an_earlier_epoch_settled(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 8, *EIGHT), Scripted()
+    ledger = one.plan.ledger()
+    assert ledger.owner is not None
+    ledger.claim(0, 0)
+    ledger.commit(Receipt(COMMITTED, 0, 0, ledger.owner, ok=(0, 5), failed=(2,)))
+    one.work(generator)
+    assert one.receipts()[1].ok == (1, 3, 4, 6, 7)
+    assert [(size, len(ids)) for size, ids in generator.asked] == [(8, 5)]
+
+
+def abandoned(one: Bench, times: int) -> None:
+    ledger = one.plan.ledger()
+    for epoch in range(times):
+        ledger.claim(0, epoch)
+        ledger.abandon(0, epoch)
+
+
+def test_a_shard_whose_owners_died_is_run_row_by_row(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 5, "plan.batch_sizes=[4, 1]"), Scripted()
+    abandoned(one, 3)
+    one.work(generator)
+    assert [(size, len(ids)) for size, ids in generator.asked] == [(1, 1)] + [(4, 1)] * 4
+    assert [receipt.ok for receipt in one.receipts()[3:]] == [(0,), (1,), (2,), (3,), (4,)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_the_row_whose_owners_died_alone_is_failed_first_and_not_tried(tmp_path: Path, num_rows: int) -> None:
+    one, generator = bench(tmp_path, num_rows, "plan.batch_sizes=[4, 1]"), Scripted()
+    abandoned(one, 6)
+    one.work(generator)
+    first, *rest = one.receipts()[6:]
+    assert (first.ok, first.failed) == ((), (0,))
+    assert [receipt.ok for receipt in rest] == [(row,) for row in range(1, num_rows)]
+    (failed,) = [line for line in one.table().values() if line["status"] == "failed"]
+    assert (failed["index"], failed["error"]) == (0, "ProcessDied")
+    assert failed["id"] not in [row for _, ids in generator.asked for row in ids]
+    assert (one.heard.made, one.heard.failed) == (num_rows - 1, 1)
+
+
+# Stopping
+
+
+def test_the_batch_that_is_running_is_finished_and_committed(tmp_path: Path) -> None:
+    one = bench(tmp_path, 12, "plan.batch_sizes=[4]")
+
+    def ask(batch: Batch) -> None:
+        if len(generator.asked) == 2:
+            one.stop.since = one.stop.clock()
+
+    generator = Scripted(ask)
+    one.work(generator)
+    assert [receipt.ok for receipt in one.receipts()] == [tuple(range(8))]
+    assert len(generator.asked) == 2
+
+
+@pytest.mark.parametrize(("num_finished", "kinds"), [(0, [RELEASED]), (1, [COMMITTED])])
+def test_a_dropped_batch_leaves_what_was_finished(tmp_path: Path, num_finished: int, kinds: list[str]) -> None:
+    one = bench(tmp_path, 12, "plan.batch_sizes=[4]")
+
+    def drop(batch: Batch) -> None:
+        if len(generator.asked) > num_finished:
+            one.stop.since = one.stop.clock()
+            raise Dropped
+
+    generator = Scripted(drop)
+    one.work(generator)
+    assert [receipt.kind for receipt in one.receipts()] == kinds
+    assert one.heard.made == 4 * num_finished
+    assert len(one.left_in_work()) == num_finished
+    one.stop.since = None
+    one.work(Scripted())
+    assert len(one.table()) == 12
+
+
+def test_a_worker_that_is_asked_to_stop_takes_no_shard(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 3), Scripted()
+    one.stop.since = one.stop.clock()
+    one.work(generator, may_wait=True)
+    assert (generator.asked, one.receipts(), os.listdir(one.plan.run.root / "claims")) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("last_s", "age_s", "is_dropped"),
+    [
+        (None, 0, False),
+        (None, 19, False),
+        (None, 20.1, True),
+        (10, 0, False),
+        (10, 9, False),
+        (10, 10.1, True),
+        (30, 0, True),
+    ],
+)
+def test_a_batch_is_dropped_if_it_would_outlast_the_grace(
+    tmp_path: Path, last_s: float | None, age_s: float, *, is_dropped: bool
+) -> None:
+    one, now = bench(tmp_path, 1, "run.grace_s=25"), [100.0]
+    one.stop.clock = lambda: now[0]
+    with one.worker(Scripted()) as working:
+        (batch,) = batches(one.plan.shards[0], one.plan.index.groups)
+        if last_s is not None:
+            working._batch_s[batch.group, batch.size] = last_s
+        should_drop = working._should_drop(batch, time.monotonic())
+        assert not should_drop()
+        one.stop.since = now[0]
+        now[0] += age_s
+        assert should_drop() == is_dropped
+
+
+# Others
+
+
+def test_an_epoch_that_was_taken_away_is_thrown_away_and_its_rows_are_made_once(tmp_path: Path) -> None:
+    one = bench(tmp_path, 4)
+
+    def suspect(batch: Batch) -> None:
+        if len(generator.asked) == 1:
+            assert one.plan.ledger().abandon(0, 0)
+
+    generator = Scripted(suspect)
+    one.work(generator, may_wait=True)
+    assert [receipt.kind for receipt in one.receipts()] == [ABANDONED, COMMITTED]
+    assert os.listdir(one.plan.run.data) == ["00000-1"]
+    assert "00000-0" not in one.left_in_work()
+    assert (len(one.table()), one.heard.made) == (4, 4)
+    assert "thrown away" in one.heard.lines[0]
+
+
+def test_rows_that_a_living_worker_holds_are_left_to_it(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 2, "plan.shard_images=1"), Scripted()
+    other = one.plan.ledger()
+    assert other.claim(0, 0)
+    one.work(generator)
+    assert [ids for _, ids in generator.asked] == planned_ids(one)[1:]
+
+
+def test_rows_of_a_dead_worker_are_taken_over(tmp_path: Path) -> None:
+    one, generator = bench(tmp_path, 2), Scripted()
+    dead = Ledger(one.plan.run.root, one.plan.run.files, replace(this_process(), start_time="1"))
+    one.plan.ledger()
+    assert dead.claim(0, 0)
+    one.work(generator)
+    assert [receipt.kind for receipt in one.receipts()] == [ABANDONED, COMMITTED]
+    assert "taken over" in one.heard.lines[0]
+
+
+def test_a_worker_waits_for_rows_that_are_held_and_takes_them_when_they_are_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    one, generator = bench(tmp_path, 2), Scripted()
+    other = one.plan.ledger()
+    assert other.claim(0, 0)
+    threading.Timer(0.3, other.release, (0, 0)).start()
+    one.work(generator, may_wait=True)
+    assert [receipt.kind for receipt in one.receipts()] == [RELEASED, COMMITTED]
+    assert len(one.table()) == 2
+
+
+def test_two_workers_at_once_make_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.05)
+    one = bench(tmp_path, 24, "plan.shard_images=3", "run.commit_every_s=1e-9", "plan.batch_sizes=[1]")
+    generators = [Scripted(), Scripted(), Scripted()]
+    threads = [
+        threading.Thread(target=one.work, args=(generator,), kwargs={"may_wait": True}) for generator in generators
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(one.table()) == 24
+    assert sorted(row for generator in generators for _, ids in generator.asked for row in ids) == sorted(one.table())
+
+
+# Heartbeats
+
+
+def test_a_claim_is_touched_for_as_long_as_a_batch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.01)
+    one = bench(tmp_path, 1)
+    claim = one.plan.ledger().claim_path(0, 0)
+
+    def be_slow(batch: Batch) -> None:
+        os.utime(claim, (1, 1))
+        until = time.monotonic() + 20
+        while claim.stat().st_mtime == 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert claim.stat().st_mtime > 1
+
+    one.work(Scripted(be_slow))
+    assert len(one.table()) == 1
+    assert one.heard.lines == []
+
+
+def test_a_disk_that_is_lost_between_two_commits_stops_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.01)
+    one, failed = bench(tmp_path, 1), threading.Event()
+
+    def lose(ledger: Ledger, shard: int, epoch: int) -> None:
+        failed.set()
+        raise Interrupted("the disk is lost")
+
+    monkeypatch.setattr(Ledger, "heartbeat", lose)
+
+    def wait(batch: Batch) -> None:
+        assert failed.wait(20)
+        time.sleep(0.05)
+
+    with pytest.raises(Interrupted, match="lost"):
+        one.work(Scripted(wait))
+    assert one.receipts() == []
+    assert one.left_in_work() == []
+
+
+def test_the_heart_ends_with_its_block(tmp_path: Path) -> None:
+    one = bench(tmp_path, 1)
+    with Heart(one.plan.ledger(), 0):
+        assert "heartbeat" in [thread.name for thread in threading.enumerate()]
+    assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
