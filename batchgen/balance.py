@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchgen.ledger import Ledger, ShardState, stem
+from batchgen.ledger import Ledger, ShardState, gone_because, stem, this_process
 from batchgen.plans import PlanIndex
 
 
@@ -87,6 +87,8 @@ def take_balance(index: PlanIndex, ledger: Ledger, stale_after_s: float | None =
 
 
 def _is_dead(ledger: Ledger, state: ShardState, stale_after_s: float | None) -> bool:
+    if state.claim is not None and gone_because(state.claim.owner, this_process()):
+        return True
     return stale_after_s is not None and ledger.dead_because(state, stale_after_s) is not None
 
 

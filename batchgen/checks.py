@@ -18,6 +18,8 @@ from batchgen.manifest import PARAMETERS
 from batchgen.models.facts import Facts
 
 MAX_SIZE = 32_768
+MAX_PIXELS = 2**26
+"""Of one image: what readers such as Pillow still open without a warning of decompression bombs."""
 MAX_STEPS = 1_000
 """Where the model does not say how many timesteps it was trained with."""
 MAX_COUNTED_STEPS = 32_768
@@ -143,6 +145,9 @@ class _Check:
         negative = self._negative_prompt(guidance)
         asked_width, width = self._size("width", job.width or facts.width)
         asked_height, height = self._size("height", job.height or facts.height)
+        self._refuse(
+            "height", self.is_good & (width * height > MAX_PIXELS), f"times width must be at most {MAX_PIXELS}"
+        )
         steps = self._count("steps", job.steps or facts.steps)
         num_images = self._count("num_images", job.num_images)
         sampler = self._sampler(job.sampler or facts.sampler)

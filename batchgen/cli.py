@@ -26,13 +26,24 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _JOB_OPTIONS = [
     click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
-    click.option("--model", help='"demo", "pattern", a diffusers folder or a hub id.'),
+    click.option("--model", help='"pattern", a diffusers folder or a hub id [default: "demo"].'),
     click.option(
-        "--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), help="Of the images."
+        "--format",
+        "output_format",
+        type=click.Choice(["files", "webdataset", "parquet"]),
+        help="Of the images [default: files].",
     ),
-    click.option("--on-bad-row", type=click.Choice(["stop", "skip"]), help="Refuse the manifest, or leave rows out."),
-    click.option("--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded."),
-    click.option("--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut."),
+    click.option(
+        "--on-bad-row",
+        type=click.Choice(["stop", "skip"]),
+        help="Refuse the manifest, or leave rows out [default: stop].",
+    ),
+    click.option(
+        "--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded [default: strict]."
+    ),
+    click.option(
+        "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
+    ),
     click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
 ]
 _SHORT_FORMS = {
@@ -125,12 +136,11 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
     job = _job(options)
     planned = plan_manifest(manifest, job, _reading_bar())
-    num_rejected = planned.draft.survey.num_rejected
     if as_json:
-        click.echo(json.dumps(plan_facts(planned.draft, num_rejected), indent=2))
+        click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return
     _say_notes(planned)
-    click.echo(plan_text(planned.draft, job, num_rejected))
+    click.echo(plan_text(planned.draft, job))
 
 
 @cli.command()
@@ -205,9 +215,13 @@ def bench() -> None:
 
 
 @bench.command(name="plan")
-@click.option("--rows", default=10_000_000, show_default=True, help="Rows of the synthetic manifest.")
 @click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it may write [default: the system's]."
+    "--rows", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="Rows of the synthetic manifest."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where it may write [default: the system's].",
 )
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
@@ -284,14 +298,14 @@ def _say_notes(planned: Planned) -> None:
         _say(f"note: {note}")
     num_rejected = planned.draft.survey.num_rejected
     if num_rejected:
-        _say(planned.rejections.message(num_rejected))
+        _say(planned.rejections.message(num_rejected, is_skipped=True))
 
 
 def _say_planned(planned: Planned, job: Job) -> None:
     from batchgen.report import plan_text
 
     _say_notes(planned)
-    _say(plan_text(planned.draft, job, planned.draft.survey.num_rejected))
+    _say(plan_text(planned.draft, job))
 
 
 def _reading_bar() -> Callable[[int, int], None]:

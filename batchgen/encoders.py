@@ -48,4 +48,5 @@ class EncoderPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        is_orderly = error is None or isinstance(error, Exception)
+        self._threads.shutdown(wait=is_orderly, cancel_futures=not is_orderly)

@@ -19,7 +19,6 @@ from batchgen.errors import Interrupted, UsageError
 
 _RESUMABLE = {
     errno.ENOSPC: "the disk is full",
-    errno.EFBIG: "the file may not grow that large",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the disk reports an input/output error",
@@ -28,7 +27,7 @@ _RESUMABLE = {
     errno.ETIMEDOUT: "the file system does not answer",
     errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
-_NO_PLACE = (errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """A path that cannot be used as it is named."""
 
 

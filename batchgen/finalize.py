@@ -32,6 +32,7 @@ from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
 from batchgen.version import VERSION
 
+_PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 SUCCESS = "_SUCCESS"
 """Written last: its content names the plan that it stands for."""
 
@@ -128,7 +129,7 @@ def _write_tables(index: PlanIndex, sources: _Sources, scratch: Path, *, is_part
         f"metadata{middle}.parquet": made_rows,
         f"failures{middle}.parquet": failed_rows,
     }
-    if index.job["output"]["format"] == "files" and not is_partial:
+    if index.output_format == "files" and not is_partial:
         wanted["data/metadata.parquet"] = lambda rows: image_folder_table(made_rows(rows))
     temps = {name: scratch / f"table-{number}.parquet" for number, name in enumerate(wanted)}
     writers: dict[str, pq.ParquetWriter] = {}
@@ -174,7 +175,7 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
         run.files.publish_file(rejected, run.path / REJECTED)
     text = card(
         name=run.path.resolve().name,
-        output_format=index.job["output"]["format"],
+        output_format=index.output_format,
         model=index.model,
         version=VERSION,
         num_images=balance.done,
@@ -183,6 +184,8 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
     temp = run.root / f"card.{secrets.token_hex(4)}.tmp"
     run.files.write(temp, text.encode())
     run.files.replace(temp, run.path / "README.md")
+    for name in _PARTIAL:
+        run.files.remove(run.path / name)
     marker = {
         "token": secrets.token_hex(8),
         "plan": index.number,

@@ -71,7 +71,6 @@ class Engine(_Table):
 
     device: str | None = None
     """A torch device; None is the first GPU, else the CPU."""
-    mode: Literal["auto", "eager"] = "auto"
     decode_batch: _PositiveInt = 4
     """Images decoded at once."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from batchgen.filesystem import FileSystem
 
+CLOCK_S = 60.0
 TABLE_SUFFIX = ".rows.parquet"
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
 _NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -67,6 +68,11 @@ def end(owner: Owner) -> None:
     _ended.add(owner.token)
 
 
+def has_ended(owner: Owner) -> bool:
+    """Whether an owner of this process has stopped working."""
+    return owner.token in _ended
+
+
 def start_time(pid: int) -> str:
     """A process's start time, "" if there is no such process (or it has ended and only waits to be reaped)."""
     stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -75,7 +81,7 @@ def start_time(pid: int) -> str:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="latin-1").strip()
     except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
         return ""
 
@@ -193,6 +199,8 @@ class Ledger:
         self.root = root
         self.files = files
         self.owner = owner
+        self._clock_read_at = float("-inf")
+        self._clock_offset_s = 0.0
 
     def claim_path(self, shard: int, epoch: int) -> Path:
         return self.root / "claims" / stem(shard, epoch)
@@ -265,9 +273,16 @@ class Ledger:
         return None
 
     def _now_s(self) -> float:
-        """The file system's clock, by a file that is touched; an onlooker writes nothing and takes its host's."""
+        """The file system's clock, read off a touched file once a minute; an onlooker writes nothing and takes its
+        host's."""
         if self.owner is None:
             return time.time()
+        if time.monotonic() - self._clock_read_at > CLOCK_S:
+            self._clock_read_at = time.monotonic()
+            self._clock_offset_s = self._touched_s() - self._clock_read_at
+        return self._clock_offset_s + time.monotonic()
+
+    def _touched_s(self) -> float:
         probe = self.root / "claims" / f"now.{self._me.token}.tmp"
         if self.files.stat(probe) is None:
             self.files.write(probe, b"")
@@ -291,7 +306,7 @@ def gone_because(owner: Owner, me: Owner) -> str | None:
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
         if start_time(owner.pid) != owner.start_time:
             return f"its process {owner.pid} on {owner.host} is gone"
-        if owner.pid == me.pid and owner.token in _ended:
+        if owner.pid == me.pid and has_ended(owner):
             return "its run, in this process, has ended"
     elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
         return f"Slurm has restarted its job {owner.job_id}"

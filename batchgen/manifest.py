@@ -119,6 +119,8 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
 
 
 def _files_in(folder: Path) -> list[Path]:
+    if (folder / ".run").is_dir():
+        raise UsageError(f"{folder} is a run directory; name the manifest that it was made of, and {folder} with -o")
     return sorted(
         file for file in folder.rglob("*.parquet") if file.is_file() and _is_visible(file.relative_to(folder))
     )

@@ -105,7 +105,7 @@ class Cut:
     """The bucket's batch size, at least the batch's rows."""
     batch_group: Ints
     batch_s: npt.NDArray[np.float64]
-    idle_steps: Ints
+    idle_evaluations: Ints
     """Row evaluations per batch in which a finished row stands still."""
     shard_start: Ints
 
@@ -176,7 +176,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
         batch_size=_joined(sizes),
         batch_group=batch_group,
         batch_s=batch_s,
-        idle_steps=_joined(idle),
+        idle_evaluations=_joined(idle),
         shard_start=cut_shards(rows, batch_s, batch_group, largest, limits.shard_images),
     )
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -14,16 +15,7 @@ from batchgen.filesystem import FileSystem, resumable
 from batchgen.manifest import Manifest
 
 SHOWN = 20
-SCHEMA = pa.schema(
-    [
-        ("file", pa.string()),
-        ("row", pa.int64()),
-        ("column", pa.string()),
-        ("value", pa.string()),
-        ("rule", pa.string()),
-    ]
-)
-"""One line per rule that a row breaks; rows count from 0 in their file."""
+_CELLS = pa.schema([("manifest_row", pa.int64()), ("fault", pa.string())])
 
 
 class Rejections:
@@ -33,33 +25,27 @@ class Rejections:
         self._manifest = manifest
         self._first: list[BadCell] = []
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this object
-        self._writer = pa.ipc.new_stream(self._file, SCHEMA)
+        self._writer = pa.ipc.new_stream(self._file, _CELLS)
         self.num_cells = 0
 
     def add(self, cells: list[BadCell]) -> None:
         self.num_cells += len(cells)
         self._first += cells[: SHOWN - len(self._first)]
-        places = [self._manifest.place(cell.row) for cell in cells]
-        columns = [
-            [str(file) for file, _ in places],
-            [row for _, row in places],
-            [cell.column for cell in cells],
-            [cell.value for cell in cells],
-            [cell.rule for cell in cells],
-        ]
-        self._writer.write_table(
-            pa.table(
-                [pa.array(values, kind) for values, kind in zip(columns, SCHEMA.types, strict=True)], schema=SCHEMA
-            )
-        )
+        rows = [cell.row for cell in cells]
+        faults = [f"{cell.column} = {cell.value} {cell.rule}" for cell in cells]
+        with resumable(Path(tempfile.gettempdir())):
+            self._writer.write_table(pa.table([pa.array(rows, pa.int64()), pa.array(faults)], schema=_CELLS))
 
-    def message(self, num_rows: int) -> str:
+    def message(self, num_rows: int, *, is_skipped: bool = False) -> str:
         """What is wrong, for a person: `num_rows` rows, of which the first are named."""
         lines = [f"{num_rows} of {self._manifest.num_rows} manifest rows cannot be made as asked (rows count from 0):"]
         lines += [self._line(cell) for cell in self._first]
         if self.num_cells > len(self._first):
             lines.append(f"  … and {self.num_cells - len(self._first)} more")
-        lines.append("Mend the manifest, or leave such rows out with --on-bad-row skip")
+        if is_skipped:
+            lines.append("They are left out; rejected.parquet has them all, with their faults")
+        else:
+            lines.append("Mend the manifest, or leave such rows out with --on-bad-row skip")
         return "\n".join(lines)
 
     def _line(self, cell: BadCell) -> str:
@@ -67,14 +53,41 @@ class Rejections:
         return f"  {file} row {row}: {cell.column} = {cell.value} {cell.rule}"
 
     def write(self, path: Path, files: FileSystem) -> None:
-        """All bad cells as a durable Parquet file."""
+        """The bad rows with all their columns, their place and their faults, as a durable Parquet file."""
+        faults = self._by_row()
         with resumable(path), path.open("xb") as file:
-            with pq.ParquetWriter(file, SCHEMA) as writer:
-                for batch in self._batches():
-                    writer.write_batch(batch)
+            with pq.ParquetWriter(file, _rejected_schema(self._manifest.schema)) as writer:
+                for table in self._rows(faults, writer.schema):
+                    writer.write_table(table)
             files.sync_file(file)
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
+    def _by_row(self) -> pa.Table:
+        """One line per bad manifest row, ascending, with a list of its faults."""
         self._writer.close()
         self._file.seek(0)
-        yield from pa.ipc.open_stream(self._file)
+        cells = pa.ipc.open_stream(self._file).read_all()
+        grouped = cells.group_by("manifest_row", use_threads=False).aggregate([("fault", "list")])
+        return grouped.sort_by("manifest_row")
+
+    def _rows(self, faults: pa.Table, schema: pa.Schema) -> Iterator[pa.Table]:
+        bad = faults["manifest_row"].to_numpy()
+        first_row = 0
+        for batch in self._manifest.batches():
+            start, end = np.searchsorted(bad, [first_row, first_row + batch.num_rows])
+            rows = bad[start:end]
+            places = [self._manifest.place(row) for row in rows.tolist()]
+            own = [
+                pa.array([str(file) for file, _ in places], pa.string()),
+                pa.array([row for _, row in places], pa.int64()),
+                faults["fault_list"].slice(start, end - start).combine_chunks(),
+            ]
+            if len(rows):
+                yield pa.table([*own, *batch.take(pa.array(rows - first_row)).columns], schema=schema)
+            first_row += batch.num_rows
+
+
+def _rejected_schema(manifest: pa.Schema) -> pa.Schema:
+    """Place and faults before the manifest's own columns; a manifest that has such names keeps them."""
+    own = [("file", pa.string()), ("row", pa.int64()), ("faults", pa.list_(pa.string()))]
+    free = [(name if name not in manifest.names else f"rejected_{name}", kind) for name, kind in own]
+    return pa.schema([*(pa.field(name, kind) for name, kind in free), *manifest])

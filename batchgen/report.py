@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from batchgen.balance import Balance
+from batchgen.drafts import Draft
 from batchgen.job import Job
-from batchgen.plans import Draft, PlanIndex
+from batchgen.plans import PlanIndex
 from batchgen.records import Group
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
@@ -18,88 +19,106 @@ _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
 _MAX_GROUPS = 60
 
 
-def plan_text(drafted: Draft, job: Job, num_rejected: int) -> str:
-    """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time."""
-    cut, groups = drafted.cut, drafted.groups
-    rows, batch_group = cut.batch_rows, cut.batch_group
-    header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle steps", "seconds"]
-    lines = []
-    for number, group in enumerate(groups):
-        here = batch_group == number
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """One group of a draft, counted."""
+
+    group: Group
+    images: int
+    batches: Mapping[int, int]
+    """Number of batches by size, largest size first."""
+    padded: int
+    idle_evaluations: int
+    seconds: float
+
+    @property
+    def pixels(self) -> int:
+        return self.images * self.group.width * self.group.height
+
+
+def summarise(drafted: Draft) -> list[GroupSummary]:
+    """The groups of a draft, in plan order; a group's batches lie side by side."""
+    cut = drafted.cut
+    rows = cut.batch_rows
+    edges = np.searchsorted(cut.batch_group, np.arange(len(drafted.groups) + 1))
+    summaries = []
+    for group, start, end in zip(drafted.groups, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        here = slice(start, end)
         sizes, counts = np.unique(cut.batch_size[here], return_counts=True)
-        steps = cut.idle_steps[here].sum()
-        lines.append(
-            [
-                f"{group.width}×{group.height}",
-                "yes" if group.is_guided else "no",
-                _sampler(group),
-                f"{rows[here].sum():,}",
-                " ".join(f"{size}×{count:,}" for size, count in zip(sizes[::-1], counts[::-1], strict=True)),
-                f"{(cut.batch_size[here] - rows[here]).sum():,}",
-                f"{steps:,}",
-                f"{cut.batch_s[here].sum():,.0f}" if drafted.cost.is_measured else "?",
-            ]
+        images = int(rows[here].sum())
+        summaries.append(
+            GroupSummary(
+                group=group,
+                images=images,
+                batches=dict(zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True)),
+                padded=int(cut.batch_size[here].sum()) - images,
+                idle_evaluations=int(cut.idle_evaluations[here].sum()),
+                seconds=float(cut.batch_s[here].sum()),
+            )
         )
-    shown = lines[:_MAX_GROUPS]
-    if len(lines) > _MAX_GROUPS:
-        shown.append([f"… {len(lines) - _MAX_GROUPS} more groups"] + [""] * (len(header) - 1))
-    return "\n".join([*_table(header, shown), "", *_totals(drafted, job, num_rejected)])
+    return summaries
+
+
+def plan_text(drafted: Draft, job: Job) -> str:
+    """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time."""
+    summaries = summarise(drafted)
+    header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle", "seconds"]
+    lines = [
+        [
+            f"{one.group.width}×{one.group.height}",
+            "yes" if one.group.is_guided else "no",
+            _sampler(one.group),
+            f"{one.images:,}",
+            " ".join(f"{size}×{count:,}" for size, count in one.batches.items()),
+            f"{one.padded:,}",
+            f"{one.idle_evaluations:,}",
+            f"{one.seconds:,.0f}" if drafted.cost.is_measured else "?",
+        ]
+        for one in summaries[:_MAX_GROUPS]
+    ]
+    if len(summaries) > _MAX_GROUPS:
+        lines.append([f"… {len(summaries) - _MAX_GROUPS} more groups"] + [""] * (len(header) - 1))
+    return "\n".join([*_table(header, lines), "", *_totals(drafted, job, summaries)])
 
 
 def _sampler(group: Group) -> str:
     return f"{group.sampler}, {group.steps} steps" if group.sampler else f"any of form {group.form}"
 
 
-def _totals(drafted: Draft, job: Job, num_rejected: int) -> list[str]:
+def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list[str]:
     cut = drafted.cut
-    pixels = sum(
-        int(cut.batch_rows[cut.batch_group == number].sum()) * group.width * group.height
-        for number, group in enumerate(drafted.groups)
-    )
-    size = pixels * _BYTES_PER_PIXEL[job.output.image]
+    size = sum(one.pixels for one in summaries) * _BYTES_PER_PIXEL[job.output.image]
     num_files = cut.num_rows if job.output.format == "files" else cut.num_shards
-    padded = int((cut.batch_size - cut.batch_rows).sum())
+    padded = sum(one.padded for one in summaries)
+    idle = sum(one.idle_evaluations for one in summaries)
     time = (
-        f"{cut.batch_s.sum() / 3600:.2f} GPU-hours"
+        f"{cut.batch_s.sum() / 3600:.2f} GPU-hours, by {drafted.cost.source}"
         if drafted.cost.is_measured
         else "not known: batches are cut by " + drafted.cost.source
     )
     return [
         f"{cut.num_rows:,} images in {len(cut.batch_size):,} batches, {cut.num_shards:,} shards, "
-        f"{len(drafted.groups):,} groups; {num_rejected:,} rows rejected",
-        f"padding: {padded:,} slots ({_share(padded, padded + cut.num_rows)}), {int(cut.idle_steps.sum()):,} idle "
-        "row-evaluations",
+        f"{len(drafted.groups):,} groups; {drafted.survey.num_rejected:,} rows rejected",
+        f"padding: {padded:,} slots ({_share(padded, padded + cut.num_rows)}), {idle:,} idle row-evaluations",
         f"on disk: about {_size(size)} of {job.output.image} in {num_files:,} files ({job.output.format})",
         f"time: {time}",
     ]
 
 
-def plan_facts(drafted: Draft, num_rejected: int) -> dict[str, Any]:
+def plan_facts(drafted: Draft) -> dict[str, Any]:
     """The plan for programs."""
-    cut = drafted.cut
+    cut, summaries = drafted.cut, summarise(drafted)
     return {
         "images": cut.num_rows,
-        "rejected": num_rejected,
+        "rejected": drafted.survey.num_rejected,
         "batches": len(cut.batch_size),
         "shards": cut.num_shards,
-        "padded": int((cut.batch_size - cut.batch_rows).sum()),
-        "idle_evaluations": int(cut.idle_steps.sum()),
+        "padded": sum(one.padded for one in summaries),
+        "idle_evaluations": sum(one.idle_evaluations for one in summaries),
         "seconds": float(cut.batch_s.sum()) if drafted.cost.is_measured else None,
         "cost": drafted.cost.source,
-        "groups": [
-            {
-                **asdict(group),
-                "images": int(cut.batch_rows[cut.batch_group == number].sum()),
-                "batches": _by_size(cut.batch_size[cut.batch_group == number]),
-            }
-            for number, group in enumerate(drafted.groups)
-        ],
+        "groups": [{**asdict(one.group), "images": one.images, "batches": one.batches} for one in summaries],
     }
-
-
-def _by_size(sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, int]:
-    values, counts = np.unique(sizes, return_counts=True)
-    return {str(size): int(count) for size, count in zip(values, counts, strict=True)}
 
 
 def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +11,16 @@ from pathlib import Path
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.differences import row_differences
+from batchgen.drafts import Draft, draft, plan_rows
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.job import Job
-from batchgen.manifest import Manifest, open_manifest
+from batchgen.manifest import PARAMETERS, Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, identity
 from batchgen.planner import Limits
-from batchgen.plans import Draft, PlanIndex, PlanReader, draft, freeze, load_index, plan_rows
+from batchgen.plans import PlanIndex, PlanReader, freeze, load_index
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation
@@ -176,6 +178,8 @@ def _check_same(
     rows = theirs.pop("manifest.rows")
     of_manifest = ("manifest.files", "columns")
     is_same_manifest = [ours.pop(name) for name in of_manifest] == [theirs.pop(name) for name in of_manifest]
+    if index.model != job.model.path and ours != theirs:
+        ours["model.path"], theirs["model.path"] = job.model.path, index.model
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     lines = [f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} now" for name in differing]
     if not differing and not is_same_manifest:
@@ -216,8 +220,21 @@ def _cost(job: Job, facts: Facts) -> Cost:
     return ConservativeModel() if facts.needs_torch else PatternModel()
 
 
+def _carried_notes(manifest: Manifest) -> list[str]:
+    """What is only carried, so that a misspelt parameter is seen before a night is spent on it."""
+    if not manifest.carried:
+        return []
+    notes = [f"carried into the metadata as they are: {', '.join(manifest.carried)}"]
+    for name in manifest.carried:
+        near = difflib.get_close_matches(name.lower().replace(" ", "_"), PARAMETERS, n=1, cutoff=0.8)
+        if near and near[0] not in manifest.schema.names:
+            notes.append(f"column {name!r} is not read; if it is {near[0]}, say --set columns.{near[0]}={name!r}")
+    return notes
+
+
 def _notes(surveyed: Survey, facts: Facts) -> list[str]:
     notes = [facts.note] if facts.note else []
+    notes += _carried_notes(surveyed.manifest)
     if surveyed.num_repeated_noise:
         notes.append(
             f"{surveyed.num_repeated_noise} images repeat another one's prompt, parameters and noise seed: "

@@ -93,6 +93,6 @@ def _work(
 def default_directory(manifest: Sequence[str | Path]) -> Path:
     """`<manifest's name>-out` in the current folder. Raises UsageError where several files leave no one name."""
     if len(manifest) != 1 or any(letter in str(manifest[0]) for letter in "*?["):
-        raise UsageError("several manifest files were named; say where the results go with -o DIR")
+        raise UsageError("several manifest files or a pattern were named; say where the results go with -o DIR")
     name = Path(manifest[0]).resolve().name
     return Path(f"{name.removesuffix('.parquet')}-out")

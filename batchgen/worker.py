@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from batchgen.disk import write_table
 from batchgen.encoders import EncoderPool
-from batchgen.errors import Interrupted, UsageError
-from batchgen.generator import DeviceLost, Dropped, Generator, OutOfMemory
+from batchgen.errors import BatchgenError, RowError
+from batchgen.generator import Dropped, Generator, OutOfMemory
 from batchgen.job import Job
 from batchgen.ledger import COMMITTED, Ledger, Receipt, ShardState, stem
 from batchgen.metadata import row_table
@@ -32,8 +32,6 @@ from batchgen.writer import PartWriter
 HEARTBEAT_S = 30.0
 POLL_S = 1.0
 """Between looks at shards that others hold."""
-_FATAL = (Dropped, DeviceLost, UsageError, Interrupted)
-"""What a model raises that is no row's fault."""
 COMMIT_RESERVE_S = 5.0
 """Of the grace, kept for the commit."""
 
@@ -106,9 +104,9 @@ class Worker:
             outcomes = self._generate(batch)
         except OutOfMemory as error:
             return self._make_halves(batch, error)
-        except _FATAL:
-            raise
         except Exception as error:
+            if _is_fatal(error):
+                raise
             rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
             self.progress.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
             return [self._make_alone(batch, row) for row in batch.rows]
@@ -121,9 +119,9 @@ class Worker:
             (outcome,) = self._generate(alone)
         except OutOfMemory as error:
             (outcome,) = self._make_halves(alone, error)
-        except _FATAL:
-            raise
         except Exception as error:
+            if _is_fatal(error):
+                raise
             outcome = Failure(row, type(error).__name__, str(error))
         return replace(outcome, retries=1)
 
@@ -223,7 +221,7 @@ class _ShardRun:
                     break
         except Dropped:
             worker.progress.say("the running batch is dropped: it would not end within the grace")
-        except BaseException:
+        except Exception:
             part.discard()
             raise
         return taken, self._commit(part, failures)
@@ -266,6 +264,11 @@ class _ShardRun:
         )
 
 
+def _is_fatal(error: Exception) -> bool:
+    """Whether what a model raised is no row's fault: it ends the run."""
+    return isinstance(error, Dropped | BatchgenError) and not isinstance(error, RowError)
+
+
 def _one_by_one(planned: Iterator[Batch]) -> Iterator[Batch]:
     """Each row in a batch of its own, in the bucket that was planned for it."""
     return (replace(batch, rows=(row,)) for batch in planned for row in batch.rows)
@@ -290,7 +293,8 @@ class Heart:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        if error is None or isinstance(error, Exception):
+            self._thread.join()
 
     def beat_for(self, epoch: int) -> None:
         self._epoch = epoch

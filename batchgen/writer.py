@@ -55,8 +55,13 @@ class PartWriter:
         """Hand over an image. Waits while the pool holds as many images as it may."""
         assert self._shard["id"][image.row.index].as_py() == image.row.id
         self._raise_error()
-        self._pool.submit(partial(self._encode, self._num_added, image))
-        self._num_added += 1
+        # Counted before it is handed over: an interruption between the two must leave nothing that is waited for.
+        place, self._num_added = self._num_added, self._num_added + 1
+        try:
+            self._pool.submit(partial(self._encode, place, image))
+        except BaseException:
+            self._num_added = place
+            raise
 
     def finish(self) -> Part:
         """Wait for the encoders and make the part durable, names included."""
@@ -121,7 +126,7 @@ class PartWriter:
 
     def _wait(self) -> None:
         with self._progress:
-            self._progress.wait_for(lambda: self._num_settled == self._num_added)
+            self._progress.wait_for(lambda: self._num_settled >= self._num_added)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -16,7 +16,7 @@ from tests import runs
 
 FAULTS = ("--set", "model.variant=faults")
 SMALL = ("--set", "plan.batch_sizes=[1, 2]", "--set", "plan.shard_images=4", "--set", "run.commit_every_s=0.2")
-BALANCE = re.compile(r"(\d+) rows = (\d+) done \+ (\d+) failed \+ (\d+) rejected \+ (\d+) outstanding")
+BALANCE = re.compile(r"(\d+) rows = (\d+) done \+ (\d+) failed \+ (\d+) rejected \+ (\d+) outstanding$")
 
 
 def balance(ended: runs.Ended) -> tuple[int, ...]:

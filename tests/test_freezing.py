@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from batchgen import plans, spill
 from batchgen.cost import PatternModel
+from batchgen.drafts import draft
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
 from batchgen.identity import Digests
 from batchgen.planner import Limits
-from batchgen.plans import PlanIndex, PlanReader, batches, draft, freeze, load_index
+from batchgen.plans import PlanIndex, PlanReader, batches, freeze, load_index
 from tests.crashes import Crash, machine
 from tests.plans import folder, planned
 
@@ -82,7 +83,7 @@ def test_many_parts_and_many_files_hold_what_one_file_holds(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "what"), [("plans.MAX_GROUPS", 1, "2 groups"), ("survey.MAX_IMAGES", 3, "3 images")]
+    ("name", "limit", "what"), [("drafts.MAX_GROUPS", 1, "2 groups"), ("survey.MAX_IMAGES", 3, "3 images")]
 )
 def test_more_than_a_plan_can_count_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int, what: str

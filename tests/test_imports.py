@@ -27,7 +27,7 @@ LAYERS = [
     models.demo models.pattern models.folder identity ledger cost manifest
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
     engine.samplers engine.denoise rejections survey writer modes sources.hub sources.jsonlines sources.tables
-    engine.engine truncation plans
+    engine.engine truncation drafts plans
     balance differences progress stopping importer
     rundir
     publish report

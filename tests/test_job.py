@@ -36,7 +36,6 @@ VALUES: dict[str, Any] = {
     "plan.on_bad_row": "skip",
     "plan.on_truncate": "error",
     "engine.device": "cuda:1",
-    "engine.mode": "eager",
     "engine.decode_batch": 2,
     "output.format": "webdataset",
     "output.image": "webp",

@@ -177,7 +177,7 @@ def test_a_cut_is_what_a_recount_says(plan: tuple[list[Group], list[list[tuple[i
         assert 0 < len(rows) <= size
         assert size in cost.by_size
         assert set(group_of_row[start:end]) == {int(done.batch_group[batch])}
-        assert done.idle_steps[batch] == sum(max(rows) - one for one in rows)
+        assert done.idle_evaluations[batch] == sum(max(rows) - one for one in rows)
         assert done.batch_s[batch] == cost.seconds(groups[done.batch_group[batch]], size).of(max(rows))
         padded = price([(size, len(rows))], rows, cost.by_size)[0]
         assert cost.is_measured or not padded or 1 not in cost.by_size

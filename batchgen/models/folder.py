@@ -7,6 +7,7 @@ safetensors weights and library classes are taken: no pickles, no code from the 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import logging
 import re
@@ -194,8 +195,12 @@ def _no_weights(place: Path, wanted: str) -> str:
     return f"{place} lacks {wanted}; download the folder again, whole"
 
 
+@functools.cache
 def _fetched(model: Model) -> ModelFolder:
-    """The folder in the hub's local cache, fetched if need be; without a network, what is cached is used."""
+    """The folder in the hub's local cache, fetched if need be; without a network, what is cached is used.
+
+    Asked once per process, so that what is planned, fingerprinted and loaded is one commit.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

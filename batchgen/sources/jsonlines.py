@@ -89,13 +89,15 @@ class JsonLines:
         check = self._check(name, wanted.name)
         try:
             return pa.array([check(value) for value in values], wanted.type)
-        except (ValueError, TypeError, OverflowError):
-            pass
+        except (ValueError, TypeError, OverflowError) as error:
+            whole, num_before = error, faults.count
         for record, value in zip(chunk, values, strict=True):
             try:
                 pa.array([check(value)], wanted.type)
             except (ValueError, TypeError, OverflowError) as error:
                 faults.add(record.line, f"column {wanted.name} is {shorten(value)}; {error}")
+        if faults.count == num_before:
+            raise UsageError(f"{faults.where}: column {wanted.name} cannot be read as {wanted.type}: {whole}")
         return pa.nulls(len(values), wanted.type)
 
     def _check(self, name: str, new_name: str) -> Callable[[object], object]:

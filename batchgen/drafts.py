@@ -1,0 +1,154 @@
+"""A plan that is not written: rows sorted and cut, and their texts read once more in manifest order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from batchgen.checks import Checked
+from batchgen.columns import as_type
+from batchgen.cost import Cost
+from batchgen.errors import UsageError
+from batchgen.manifest import Manifest
+from batchgen.metadata import CARRIED
+from batchgen.planner import Cut, Limits, cut, order_of_groups
+from batchgen.records import Group
+from batchgen.survey import Survey
+
+MAX_GROUPS = 2**16
+"""What the sort key of a draft can count."""
+COLUMNS = pa.schema(
+    [
+        ("position", pa.uint64()),
+        ("id", pa.large_string()),
+        ("image_number", pa.int32()),
+        ("prompt", pa.large_string()),
+        ("negative_prompt", pa.large_string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("asked_width", pa.int32()),
+        ("asked_height", pa.int32()),
+        ("steps", pa.int32()),
+        ("guidance_scale", pa.float64()),
+        ("sampler", pa.dictionary(pa.int32(), pa.string())),
+        ("seed", pa.uint64()),
+    ]
+)
+"""A row as it is spilled and frozen; a frozen shard also has group, batch and batch_size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan that is not written: everything but the texts."""
+
+    survey: Survey
+    cost: Cost
+    groups: tuple[Group, ...]
+    """In plan order; a row's `group` is an index into this."""
+    cut: Cut
+    rank: npt.NDArray[np.uint32]
+    """Per image in manifest order: its place in the plan."""
+
+
+def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
+    """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
+    order of the manifest does not matter."""
+    if len(survey.groups) > MAX_GROUPS:
+        raise UsageError(
+            f"manifest: its rows fall into {len(survey.groups):,} groups; one run takes {MAX_GROUPS:,}: split it"
+        )
+    in_order = order_of_groups(survey.groups)
+    place = np.empty(len(in_order), np.uint64)
+    place[in_order] = np.arange(len(in_order), dtype=np.uint64)
+    key = (place[survey.group] << np.uint64(48)) | (survey.evaluations.astype(np.uint64) << np.uint64(32))
+    key = survey.per_image(key | (survey.ids.high >> np.uint64(32)))
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    _settle_ties(order, key, survey)
+    runs, counts = np.unique(key >> np.uint64(32), return_counts=True)
+    del key
+    group_of_run, evaluations = runs >> np.uint64(16), (runs & np.uint64(0xFFFF)).astype(np.int64)
+    groups = tuple(survey.groups[number] for number in in_order)
+    edges = np.searchsorted(group_of_run, np.arange(len(groups) + 1, dtype=np.uint64)).tolist()
+    of_group = [(number, slice(*here)) for number, here in enumerate(pairwise(edges)) if here[0] < here[1]]
+    cut_rows = cut(groups, [(number, evaluations[here], counts[here]) for number, here in of_group], cost, limits)
+    rank = np.empty(len(order), np.uint32)
+    rank[order] = np.arange(len(order), dtype=np.uint32)
+    return Draft(survey, cost, groups, cut_rows, rank)
+
+
+def _settle_ties(order: npt.NDArray[np.intp], key: npt.NDArray[np.uint64], survey: Survey) -> None:
+    """Sort images whose 64-bit keys are equal by their whole digest, in place; images of one row keep their order."""
+    same = key[1:] == key[:-1]
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    if not len(tied):
+        return
+    images = order[tied]
+    rows = images
+    if survey.num_images is not None:
+        rows = np.searchsorted(np.cumsum(survey.num_images), images, side="right")
+    order[tied] = images[np.lexsort((images, survey.ids.low[rows], survey.ids.high[rows], key[tied]))]
+
+
+def row_schema(manifest: Manifest) -> pa.Schema:
+    """`COLUMNS` and the manifest's own columns."""
+    carried = [pa.field(CARRIED + name, manifest.schema.field(name).type) for name in manifest.carried]
+    return pa.schema([*COLUMNS, *carried])
+
+
+def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `row_schema`, with their ranks."""
+    survey = drafted.survey
+    schema = row_schema(survey.manifest)
+    row, image = 0, 0
+    for checked, batch, good in survey.batches():
+        rows = slice(row, row + len(good))
+        drawn = survey.seeds(rows, checked.seed[good], checked.has_seed[good])
+        places = good if survey.num_images is None else np.repeat(good, survey.num_images[rows])
+        ids = survey.ids.part(rows).hex() if checked.id_texts is None else checked.id_texts.take(good)
+        if survey.num_images is not None:
+            ids = ids.take(np.repeat(np.arange(len(good)), survey.num_images[rows]))
+        seeds = drawn.seeds
+        again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
+        seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
+        yield (
+            _table(checked, batch, places, ids, drawn.image_number, seeds, image, survey.rules.samplers, schema),
+            drafted.rank[image : image + len(places)],
+        )
+        row, image = row + len(good), image + len(places)
+
+
+def _table(
+    checked: Checked,
+    batch: pa.RecordBatch,
+    places: npt.NDArray[np.intp],
+    ids: pa.Array,
+    image_number: npt.NDArray[np.uint64],
+    seeds: npt.NDArray[np.uint64],
+    first_position: int,
+    samplers: list[str],
+    schema: pa.Schema,
+) -> pa.Table:
+    arrays = {
+        "position": np.arange(first_position, first_position + len(places), dtype=np.uint64),
+        "id": ids,
+        "image_number": image_number,
+        "prompt": checked.prompt.take(places),
+        "negative_prompt": checked.negative_prompt.take(places),
+        "width": checked.width[places],
+        "height": checked.height[places],
+        "asked_width": checked.asked_width[places],
+        "asked_height": checked.asked_height[places],
+        "steps": checked.steps[places],
+        "guidance_scale": checked.guidance_scale[places],
+        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
+        "seed": seeds,
+    }
+    for name in schema.names[len(COLUMNS) :]:
+        arrays[name] = batch.column(name.removeprefix(CARRIED)).take(places)
+    return pa.table([as_type(pa.array(arrays[field.name]), field.type) for field in schema], schema=schema)
