@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from batchgen.errors import BatchgenError
@@ -22,18 +22,26 @@ class DeviceLost(BatchgenError):
     """The device's context is gone: this process can make nothing any more, another one can."""
 
 
+Pending = Callable[[], list[Outcome]]
+"""A batch that a device is at work on: waits for it and returns one outcome per row, in the batch's order."""
+
+
 class Generator(Protocol):
     """A loaded model.
 
-    `generate` returns one outcome per row of the batch, in the batch's order. It raises Dropped when
-    `should_drop()` turns true between two model evaluations, OutOfMemory, DeviceLost, and whatever the model raises
-    when the batch as a whole cannot be made: the worker then tries each row alone.
+    Both calls raise Dropped when `should_drop()` turns true at a place where work can be cut off (between two model
+    evaluations), OutOfMemory, DeviceLost, and whatever the model raises when what was asked cannot be made as a
+    whole: the worker then tries each row alone. So does a Pending, but for Dropped.
     """
 
     versions: Mapping[str, str]
     """What the pixels may depend on beside the job: library versions and the device's name."""
 
-    def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]: ...
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        """Do what the batches of one shard share, such as encoding their prompts, each distinct one once."""
+
+    def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+        """Set a batch to work. The next one may be submitted before this one's outcomes are asked for."""
 
 
 def open_generator(job: Job) -> Generator:

@@ -14,6 +14,7 @@ from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger, end, this_process
+from batchgen.making import Maker
 from batchgen.modes import settle_dtype
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
@@ -68,6 +69,8 @@ def run_job(
     ledger.make_folders()
     balance = take_balance(index, ledger, job.run.stale_after_s)
     on_opened(index, balance)
+    if balance.outstanding:
+        run.files.remove(run.path / SUCCESS)
     if balance.outstanding and not stop.is_asked:
         try:
             with progress(balance) as shown:
@@ -87,7 +90,8 @@ def _work(
     settle_dtype(ledger, generator.versions.get("dtype"))
     with EncoderPool(num_encoder_threads(job.output)) as pool:
         reader = PlanReader(run.plans, index)
-        Worker(run, reader, job, ledger, generator, pool, stop, progress, may_wait).work()
+        maker = Maker(generator, stop, job.run.grace_s, progress.say)
+        Worker(run, reader, job, ledger, maker, pool, stop, progress, may_wait).work()
 
 
 def default_directory(manifest: Sequence[str | Path]) -> Path:

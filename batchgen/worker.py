@@ -5,35 +5,31 @@ Nothing but the slots of the ledger connects workers; any number of them may joi
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from batchgen.disk import write_table
+from batchgen.disk import remove, write_table
 from batchgen.encoders import EncoderPool
-from batchgen.errors import BatchgenError, RowError
-from batchgen.generator import Dropped, Generator, OutOfMemory
+from batchgen.generator import Dropped, Pending
+from batchgen.heart import Heart
 from batchgen.job import Job
 from batchgen.ledger import COMMITTED, Ledger, Receipt, ShardState, stem
+from batchgen.making import Maker
 from batchgen.metadata import row_table
 from batchgen.plans import PlanReader, batches
 from batchgen.progress import Progress
 from batchgen.publish import publish
-from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row
+from batchgen.records import Batch, Failure, Image, Part
 from batchgen.rundir import RunDirectory
 from batchgen.stopping import Stop
 from batchgen.writer import PartWriter
 
-HEARTBEAT_S = 30.0
 POLL_S = 1.0
 """Between looks at shards that others hold."""
-COMMIT_RESERVE_S = 5.0
-"""Of the grace, kept for the commit."""
+_DROPPED = "the running batch is dropped: it would not end within the grace"
 
 
 @dataclass(slots=True)
@@ -45,12 +41,11 @@ class Worker:
     reader: PlanReader
     job: Job
     ledger: Ledger
-    generator: Generator
+    maker: Maker
     pool: EncoderPool
     stop: Stop
     progress: Progress
     may_wait: bool = True
-    _batch_s: dict[tuple[Group, int], float] = field(default_factory=dict)
 
     def work(self) -> None:
         index = self.reader.index
@@ -82,7 +77,7 @@ class Worker:
             return state is not None
         if not self.ledger.claim(shard, state.epoch):
             return False
-        with Heart(self.ledger, shard) as heart:
+        with Heart(self.ledger, shard, self.job.run.stale_after_s) as heart:
             return _ShardRun(self, shard, state, heart).run()
 
     def _claimable(self, shard: int) -> ShardState | None:
@@ -97,59 +92,6 @@ class Worker:
                 return None
             self.progress.say(f"shard {stem(shard, state.epoch)} is taken over: {reason}")
             self.ledger.abandon(shard, state.epoch)
-
-    def make(self, batch: Batch) -> list[Outcome]:
-        """The outcomes of a batch's rows: as planned, else in halves if memory is short, else row by row."""
-        try:
-            outcomes = self._generate(batch)
-        except OutOfMemory as error:
-            return self._make_halves(batch, error)
-        except Exception as error:
-            if _is_fatal(error):
-                raise
-            rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
-            self.progress.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
-            return [self._make_alone(batch, row) for row in batch.rows]
-        return [one if isinstance(one, Image) else self._make_alone(batch, one.row) for one in outcomes]
-
-    def _make_alone(self, batch: Batch, row: Row) -> Outcome:
-        """A row tried again without its neighbours, in the bucket that was planned for it."""
-        alone = replace(batch, rows=(row,))
-        try:
-            (outcome,) = self._generate(alone)
-        except OutOfMemory as error:
-            (outcome,) = self._make_halves(alone, error)
-        except Exception as error:
-            if _is_fatal(error):
-                raise
-            outcome = Failure(row, type(error).__name__, str(error))
-        return replace(outcome, retries=1)
-
-    def _make_halves(self, batch: Batch, error: OutOfMemory) -> list[Outcome]:
-        if batch.size == 1:
-            return [Failure(row, type(error).__name__, str(error)) for row in batch.rows]
-        half = batch.size // 2
-        self.progress.say(f"a batch of {batch.size} does not fit into memory; it is run in batches of {half}")
-        rows = [batch.rows[start : start + half] for start in range(0, len(batch.rows), half)]
-        return [outcome for some in rows for outcome in self.make(replace(batch, size=half, rows=some))]
-
-    def _generate(self, batch: Batch) -> list[Outcome]:
-        started = time.monotonic()
-        outcomes = self.generator.generate(batch, self._should_drop(batch, started))
-        self._batch_s[batch.group, batch.size] = time.monotonic() - started
-        return outcomes
-
-    def _should_drop(self, batch: Batch, started: float) -> Callable[[], bool]:
-        """Whether the batch cannot be finished in what is left of the grace, judged by the bucket's last batch."""
-        expected_s = self._batch_s.get((batch.group, batch.size), 0.0)
-
-        def should_drop() -> bool:
-            if not self.stop.is_asked:
-                return False
-            left_s = self.job.run.grace_s - COMMIT_RESERVE_S - self.stop.age_s()
-            return left_s <= max(0.0, expected_s - (time.monotonic() - started))
-
-        return should_drop
 
 
 @dataclass(slots=True)
@@ -174,17 +116,28 @@ class _ShardRun:
         guilty: list[Failure] = []
         if suspicion.is_first_row_guilty:
             suspect = pending.pop(0).rows[0]
-            message = f"{suspicion.deaths} processes in a row ended while they made this row alone"
+            message = f"{suspicion.deaths} processes in a row ended or fell silent while they made this row alone"
             guilty = [Failure(suspect, "ProcessDied", message)]
             worker.progress.say(f"row {suspect.id!r} is given up: {message}")
             worker.progress.count(0, 1)
+        if not self._prepare(pending):
+            return False
         while True:
-            taken, outcome = self._epoch(pending, guilty, is_row_by_row=suspicion.is_row_by_row)
+            taken, is_ours = self._epoch(pending, guilty, is_row_by_row=suspicion.is_row_by_row)
             pending, guilty = pending[taken:], []
-            if not outcome or not pending:
-                return outcome
+            if not is_ours or not pending:
+                return is_ours
             if worker.stop.is_asked or not self._next_epoch():
                 return False
+
+    def _prepare(self, pending: list[Batch]) -> bool:
+        """False, and the epoch is given back, if the run is asked to stop meanwhile."""
+        try:
+            self.worker.maker.prepare(pending)
+        except Dropped:
+            self.worker.ledger.release(self.shard, self.epoch)
+            return False
+        return True
 
     def _next_epoch(self) -> bool:
         self.epoch += 1
@@ -204,47 +157,84 @@ class _ShardRun:
             worker.reader.index.model,
             worker.pool,
         )
-        failures, taken, started = list(guilty), 0, time.monotonic()
+        failures = list(guilty)
+        try:
+            taken = self._fill(part, [] if guilty else pending, failures, is_row_by_row=is_row_by_row)
+            receipt = self._finish(part, failures)
+        except Exception:
+            part.discard()
+            if not self._is_taken_away():
+                raise
+            self._throw_away(part, failures)
+            return 0, False
+        if receipt is None:
+            worker.ledger.release(self.shard, self.epoch)
+        elif worker.ledger.commit(receipt):
+            publish(worker.run, receipt)
+        else:
+            self._throw_away(part, failures)
+            return taken, False
+        return taken, True
+
+    def _fill(self, part: PartWriter, pending: list[Batch], failures: list[Failure], *, is_row_by_row: bool) -> int:
+        """Make batches until it is time to commit; how many. While one is at work the next one is submitted."""
+        worker, started, taken = self.worker, time.monotonic(), 0
+        at_work: Pending | None = None
         try:
             for batch in pending:
-                if worker.stop.is_asked or (guilty and not taken and is_row_by_row):
+                if worker.stop.is_asked:
                     break
-                outcomes = worker.make(batch)
-                made = [one for one in outcomes if isinstance(one, Image)]
-                for image in made:
-                    part.add(image)
-                failures += [one for one in outcomes if isinstance(one, Failure)]
-                worker.progress.count(len(made), len(outcomes) - len(made))
-                taken += 1
-                self.heart.check()
+                before, at_work = at_work, worker.maker.start(batch)
+                taken += self._take(part, before, failures)
                 if is_row_by_row or time.monotonic() - started > worker.job.run.commit_every_s:
                     break
         except Dropped:
-            worker.progress.say("the running batch is dropped: it would not end within the grace")
-        except Exception:
-            part.discard()
-            raise
-        return taken, self._commit(part, failures)
+            worker.progress.say(_DROPPED)
+        return taken + self._take(part, at_work, failures)
 
-    def _commit(self, part: PartWriter, failures: list[Failure]) -> bool:
-        """Finish the part and put its receipt; False, and the part is gone, if the epoch was taken away."""
-        worker, ledger = self.worker, self.worker.ledger
+    def _take(self, part: PartWriter, at_work: Pending | None, failures: list[Failure]) -> int:
+        """Hand a batch's images to the part, its failures to the list. 1, or 0 where there is no batch any more."""
+        if at_work is None:
+            return 0
+        try:
+            outcomes = at_work()
+        except Dropped:
+            self.worker.progress.say(_DROPPED)
+            return 0
+        failed = [one for one in outcomes if isinstance(one, Failure)]
+        failures += failed
+        for one in outcomes:
+            if isinstance(one, Image):
+                part.add(one)
+        self.worker.progress.count(len(outcomes) - len(failed), len(failed))
+        self.heart.check()
+        return 1
+
+    def _finish(self, part: PartWriter, failures: list[Failure]) -> Receipt | None:
+        """The receipt of what was made, whose part and row table are durable; None if there is nothing to name."""
+        worker = self.worker
         finished = part.finish()
         worker.progress.count(-len(finished.failures), len(finished.failures))
-        failures = [*failures, *finished.failures]
+        failures += finished.failures
         if not finished.images and not failures:
-            ledger.release(self.shard, self.epoch)
-            return True
+            return None
         table = row_table(self.table, worker.reader.index.model, finished.images, failures)
-        table_sha256 = write_table(ledger.table_path(self.shard, self.epoch), table)
-        receipt = self._receipt(finished, failures, table_sha256)
-        if not ledger.commit(receipt):
-            worker.progress.say(f"shard {receipt.stem} was taken away in the meantime; its part is thrown away")
-            worker.progress.count(-len(receipt.ok), -len(receipt.failed))
-            part.discard()
-            return False
-        publish(worker.run, receipt)
-        return True
+        table_sha256 = write_table(worker.ledger.table_path(self.shard, self.epoch), table)
+        return self._receipt(finished, failures, table_sha256)
+
+    def _is_taken_away(self) -> bool:
+        """Whether another has filled the epoch's receipt, and so may have swept what lay in the work folder."""
+        receipt = self.worker.ledger.receipt(self.shard, self.epoch)
+        return receipt is not None and receipt.by != self.worker.ledger.owner
+
+    def _throw_away(self, part: PartWriter, failures: list[Failure]) -> None:
+        worker = self.worker
+        worker.progress.say(
+            f"shard {stem(self.shard, self.epoch)} was taken away in the meantime; its part is thrown away"
+        )
+        worker.progress.count(len(failures) - part.num_added, -len(failures))
+        part.discard()
+        remove(worker.ledger.table_path(self.shard, self.epoch))
 
     def _receipt(self, part: Part, failures: list[Failure], table_sha256: str) -> Receipt:
         assert self.worker.ledger.owner is not None
@@ -260,55 +250,10 @@ class _ShardRun:
             part_sha256=part.sha256,
             table_sha256=table_sha256,
             num_cut=sum(bool(image.tokens_dropped) for image in part.images),
-            versions=dict(self.worker.generator.versions),
+            versions=dict(self.worker.maker.generator.versions),
         )
-
-
-def _is_fatal(error: Exception) -> bool:
-    """Whether what a model raised is no row's fault: it ends the run."""
-    return isinstance(error, Dropped | BatchgenError) and not isinstance(error, RowError)
 
 
 def _one_by_one(planned: Iterator[Batch]) -> Iterator[Batch]:
     """Each row in a batch of its own, in the bucket that was planned for it."""
     return (replace(batch, rows=(row,)) for batch in planned for row in batch.rows)
-
-
-class Heart:
-    """Touches the claim of the epoch at work every 30 s, on a thread of its own."""
-
-    def __init__(self, ledger: Ledger, shard: int) -> None:
-        self._ledger = ledger
-        self._shard = shard
-        self._epoch: int | None = None
-        self._error: Exception | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        if error is None or isinstance(error, Exception):
-            self._thread.join()
-
-    def beat_for(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def check(self) -> None:
-        """Raise what went wrong with a heartbeat."""
-        if self._error is not None:
-            raise self._error
-
-    def _beat(self) -> None:
-        while not self._ended.wait(HEARTBEAT_S):
-            try:
-                if self._epoch is not None:
-                    self._ledger.heartbeat(self._shard, self._epoch)
-            except Exception as error:
-                self._error = error
-                return

@@ -43,7 +43,7 @@ class PartWriter:
         disk.remove(self._path)
         with resumable(self._path):
             self._container: Container = container(self._path, shard, model)
-        self._num_added = 0
+        self.num_added = 0
         self._num_settled = 0
         self._ready: dict[int, Member | Failure | None] = {}
         self._images: list[Written] = []
@@ -56,11 +56,11 @@ class PartWriter:
         assert self._shard["id"][image.row.index].as_py() == image.row.id
         self._raise_error()
         # Counted before it is handed over: an interruption between the two must leave nothing that is waited for.
-        place, self._num_added = self._num_added, self._num_added + 1
+        place, self.num_added = self.num_added, self.num_added + 1
         try:
             self._pool.submit(partial(self._encode, place, image))
         except BaseException:
-            self._num_added = place
+            self.num_added = place
             raise
 
     def finish(self) -> Part:
@@ -126,7 +126,7 @@ class PartWriter:
 
     def _wait(self) -> None:
         with self._progress:
-            self._progress.wait_for(lambda: self._num_settled >= self._num_added)
+            self._progress.wait_for(lambda: self._num_settled >= self.num_added)
 
     def _raise_error(self) -> None:
         if self._error is not None:

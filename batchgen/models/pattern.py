@@ -15,7 +15,7 @@ import signal
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from PIL import ImageDraw, ImageFont
 
 from batchgen import job
 from batchgen.errors import RowError
-from batchgen.generator import Dropped
+from batchgen.generator import Dropped, Pending
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
 
 MIN_SIZE = 64
@@ -64,8 +64,15 @@ class PatternGenerator:
         self._obeys_faults = model.variant == "faults"
         self._raised: set[tuple[str, int]] = set()
 
-    def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
-        """One outcome per row. Raises Dropped between two steps, and what a row's fault raises."""
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        """Nothing is shared between rows."""
+
+    def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+        """Paint at once. Raises Dropped between two steps, and what a row's fault raises."""
+        outcomes = self._paint(batch, should_drop)
+        return lambda: outcomes
+
+    def _paint(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
         started = time.monotonic()
         failures = {row: self._obey(row, should_drop) for row in batch.rows}
         for _ in range(max(row.steps for row in batch.rows)):

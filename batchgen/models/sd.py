@@ -1,17 +1,15 @@
-"""The Stable Diffusion 1.x/2.x family: text to conditioning, noise, prediction and pixels.
+"""The Stable Diffusion 1.x/2.x family, a `batchgen.models.family.Family`.
 
 Each function does what diffusers' StableDiffusionPipeline does at that point, for a batch whose rows differ
-in prompt, seed, guidance scale and timestep. h and w are height and width over the VAE's scale (8).
+in prompt, seed, guidance scale and timestep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
 import transformers
 from diffusers.utils.torch_utils import randn_tensor
@@ -19,49 +17,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from batchgen.errors import UsageError
+from batchgen.models.family import Conditioning, Encoded, Network, doubled, guide
 from batchgen.models.folder import ModelFolder
-from batchgen.records import Pixels, Row
-
-_ENCODE_BATCH = 8
-"""Prompts encoded at once, always padded to this, so that a row's bits do not depend on its neighbours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conditioning:
-    """What the network is told beside latents and timestep."""
-
-    embeddings: Tensor
-    """`[B, L, D]`, or `[2B, L, D]` where the batch is guided: the negative prompts', then the prompts'."""
-    guidance: Tensor
-    """`[B]` float32: guidance scale."""
-    timestep_cond: Tensor | None
-    """`[B, E]`: the embedded guidance scale of a guidance-distilled network (LCM)."""
+from batchgen.records import Row
 
 
 class StableDiffusion:
     """A loaded pipeline on one device."""
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
+        pipeline.to(device)
         self.device = device
         self.dtype: torch.dtype = pipeline.unet.dtype
         self.tokenizer = pipeline.tokenizer
         self.scheduler = pipeline.scheduler
-        self._pipeline = pipeline.to(device)
-        self._scale: int = pipeline.vae_scale_factor
+        self.network: torch.nn.Module = pipeline.unet
+        self.vae: torch.nn.Module = pipeline.vae
+        self.encoders: Sequence[torch.nn.Module] = (pipeline.text_encoder,)
+        self.decoder: Callable[[Tensor], Tensor] = self._decode
+        self._pipeline = pipeline
 
-    def encode(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Each distinct text's embedding `[L, D]`."""
-        distinct = list(dict.fromkeys(texts))
-        embeddings: dict[str, Tensor] = {}
-        for start in range(0, len(distinct), _ENCODE_BATCH):
-            chunk = distinct[start : start + _ENCODE_BATCH]
-            padded = chunk + [""] * (_ENCODE_BATCH - len(chunk))
-            embeddings |= zip(chunk, self._encode_chunk(padded), strict=False)
-        return embeddings
+    def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
+        """A null negative prompt is this family's "": diffusers encodes the empty string for it."""
+        negatives = [row.negative_prompt or "" for row in rows] if is_guided else []
+        return negatives + [row.prompt for row in rows]
 
-    def _encode_chunk(self, texts: list[str]) -> Tensor:
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text's embedding `[L, D]`."""
         tokens = self.tokenizer(
-            texts,
+            list(texts),
             padding="max_length",
             max_length=self.tokenizer.model_max_length,
             truncation=True,
@@ -69,77 +53,51 @@ class StableDiffusion:
         ).to(self.device)
         encoder = self._pipeline.text_encoder
         mask = tokens.attention_mask if getattr(encoder.config, "use_attention_mask", False) else None
-        embeddings: Tensor = encoder(tokens.input_ids, attention_mask=mask)[0]
-        return embeddings.to(self.dtype)
+        embeddings = encoder(tokens.input_ids, attention_mask=mask)[0].to(self.dtype)
+        return [(embedding,) for embedding in embeddings]
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool) -> Conditioning:
-        """A null negative prompt is this family's "": diffusers encodes the empty string for it."""
-        prompts = [row.prompt for row in rows]
-        negatives = [row.negative_prompt or "" for row in rows] if is_guided else []
-        encoded = self.encode(negatives + prompts)
+    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+        """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, and `timestep_cond` `[B, E]`, the embedded guidance scale,
+        where the network is guidance-distilled (LCM)."""
         guidance = torch.tensor([row.guidance_scale for row in rows], dtype=torch.float32)
-        return Conditioning(
-            embeddings=torch.stack([encoded[text] for text in negatives + prompts]),
-            guidance=guidance.to(self.device),
-            timestep_cond=self._timestep_cond(guidance),
-        )
-
-    def _timestep_cond(self, guidance: Tensor) -> Tensor | None:
+        inputs = {"encoder_hidden_states": torch.stack([encoded[text][0] for text in self.texts(rows, is_guided)])}
         size = self._pipeline.unet.config.time_cond_proj_dim
-        if size is None:
-            return None
-        embedding: Tensor = self._pipeline.get_guidance_scale_embedding(guidance - 1, embedding_dim=size)
-        return embedding.to(self.device, self.dtype)
+        if size is not None:
+            embedded = self._pipeline.get_guidance_scale_embedding(guidance - 1, embedding_dim=size)
+            inputs["timestep_cond"] = embedded.to(self.device, self.dtype)
+        return Conditioning(guidance.to(self.device), is_guided, inputs)
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
-        """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""
-        channels = self._pipeline.unet.config.in_channels
-        shape = (1, channels, row.height // self._scale, row.width // self._scale)
+        """As Family.noise."""
+        scale = self._pipeline.vae_scale_factor
+        shape = (1, self._pipeline.unet.config.in_channels, row.height // scale, row.width // scale)
         noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
         return noise
 
-    def predict(self, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
-        """The guided prediction `[B, C, h, w]` for latents `[B, C, h, w]` at timesteps `[B]`.
-
-        Classifier-free guidance (Ho and Salimans 2022, equation 6, in diffusers' scale): the network runs on
-        the batch twice and the difference is weighted by each row's own scale.
-        """
-        is_guided = len(conditioning.embeddings) > len(latents)
-        copies = 2 if is_guided else 1
-        prediction: Tensor = self._pipeline.unet(
-            torch.cat([latents] * copies),
-            torch.cat([timesteps] * copies),
-            encoder_hidden_states=conditioning.embeddings,
-            timestep_cond=conditioning.timestep_cond,
-            return_dict=False,
+    def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """As Family.predict."""
+        is_guided = conditioning.is_guided
+        prediction = network(
+            doubled(latents, is_guided), doubled(timesteps, is_guided), return_dict=False, **conditioning.inputs
         )[0]
-        if not is_guided:
-            return prediction
-        negative, positive = prediction.chunk(2)
-        scale = conditioning.guidance[:, None, None, None]
-        return negative + (scale * (positive - negative)).to(prediction.dtype)
+        return guide(prediction, conditioning)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images `[B, 3, H, W]`, about -1 to 1, of latents `[B, C, h, w]`, in the latents' dtype."""
-        vae = self._pipeline.vae
-        images: Tensor = vae.decode(latents / vae.config.scaling_factor, return_dict=False)[0]
-        return images
+        """As Family.decode, in the latents' dtype."""
+        return self.decoder(latents / self._pipeline.vae.config.scaling_factor)
 
     def decode_float32(self, latents: Tensor) -> Tensor:
         """`decode` with the VAE in float32 for this once: half precision can overflow in it."""
         vae = self._pipeline.vae
         vae.to(torch.float32)
         try:
-            return self.decode(latents.float())
+            return self._decode(latents.float() / vae.config.scaling_factor)
         finally:
             vae.to(self.dtype)
 
-
-def to_pixels(images: Tensor) -> Pixels:
-    """uint8 `[B, H, W, 3]` of images `[B, 3, H, W]`, rounded as diffusers' image processor rounds."""
-    unit = (images * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
-    pixels: Pixels = (unit * 255).round().to(torch.uint8).cpu().numpy().astype(np.uint8, copy=False)
-    return pixels
+    def _decode(self, scaled: Tensor) -> Tensor:
+        images: Tensor = self._pipeline.vae.decode(scaled, return_dict=False)[0]
+        return images
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> StableDiffusion:

@@ -1,0 +1,124 @@
+"""Batches into outcomes, whatever the model does: as planned, else in halves if memory is short, else row by row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from batchgen.errors import BatchgenError, RowError
+from batchgen.generator import Dropped, Generator, OutOfMemory, Pending
+from batchgen.records import Batch, Failure, Group, Image, Outcome, Row
+from batchgen.stopping import Stop
+
+COMMIT_RESERVE_S = 5.0
+"""Of the grace, kept for the commit."""
+
+
+@dataclass(slots=True)
+class Maker:
+    """One worker's model, and what was learned of it: seconds per bucket, and what its memory holds."""
+
+    generator: Generator
+    stop: Stop
+    grace_s: float
+    say: Callable[[str], None]
+    _batch_s: dict[tuple[Group, int], float] = field(default_factory=dict)
+    _largest: dict[Group, int] = field(default_factory=dict)
+    """The largest batch size that is still tried, where a larger one did not fit."""
+
+    def prepare(self, batches: Sequence[Batch]) -> None:
+        """Prepare a shard. Raises Dropped as soon as the run is asked to stop, and what ends the run. Any other fault
+        will show again in the batch that has it."""
+        try:
+            self.generator.prepare(batches, lambda: self.stop.is_asked)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            self.say(
+                f"a shard cannot be prepared as a whole ({type(error).__name__}: {error}); its batches are, one by one"
+            )
+
+    def start(self, batch: Batch) -> Pending:
+        """Set a batch to work. A fault is dealt with when its outcomes are asked for; here are raised Dropped and what
+        ends the run."""
+        if batch.size > self._largest.get(batch.group, batch.size):
+            halves = [self.start(half) for half in _halves(batch)]
+            return lambda: [outcome for half in halves for outcome in half()]
+        try:
+            pending = self._submit(batch)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            fault = error
+            return lambda: self._try_again(batch, fault)
+        return lambda: self._finish(batch, pending)
+
+    def _finish(self, batch: Batch, pending: Pending) -> list[Outcome]:
+        try:
+            outcomes = pending()
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            return self._try_again(batch, error)
+        return [one if isinstance(one, Image) else self._make_alone(batch, one.row) for one in outcomes]
+
+    def _try_again(self, batch: Batch, error: Exception) -> list[Outcome]:
+        if isinstance(error, OutOfMemory):
+            return self._make_smaller(batch, error)
+        rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
+        self.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
+        return [self._make_alone(batch, row) for row in batch.rows]
+
+    def _make_alone(self, batch: Batch, row: Row) -> Outcome:
+        """A row tried again without its neighbours, in the bucket that was planned for it."""
+        alone = replace(batch, rows=(row,))
+        try:
+            (outcome,) = self._submit(alone)()
+        except OutOfMemory as error:
+            (outcome,) = self._make_smaller(alone, error)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            outcome = Failure(row, type(error).__name__, str(error))
+        return replace(outcome, retries=1)
+
+    def _make_smaller(self, batch: Batch, error: OutOfMemory) -> list[Outcome]:
+        if batch.size == 1:
+            return [Failure(row, type(error).__name__, str(error)) for row in batch.rows]
+        self._largest[batch.group] = batch.size // 2
+        shape = f"{batch.group.width}x{batch.group.height}"
+        self.say(
+            f"a batch of {batch.size} does not fit into memory at {shape}; from now on {batch.size // 2} are made at once"
+        )
+        return self.start(batch)()
+
+    def _submit(self, batch: Batch) -> Pending:
+        started = time.monotonic()
+        pending = self.generator.submit(batch, self.should_drop(batch, started))
+        self._batch_s[batch.group, batch.size] = time.monotonic() - started
+        return pending
+
+    def should_drop(self, batch: Batch, started: float) -> Callable[[], bool]:
+        """Whether the batch cannot be finished in what is left of the grace, judged by the bucket's last batch."""
+        expected_s = self._batch_s.get((batch.group, batch.size), 0.0)
+
+        def should_drop() -> bool:
+            if not self.stop.is_asked:
+                return False
+            left_s = self.grace_s - COMMIT_RESERVE_S - self.stop.age_s()
+            return left_s <= max(0.0, expected_s - (time.monotonic() - started))
+
+        return should_drop
+
+
+def _halves(batch: Batch) -> list[Batch]:
+    """A batch that is too large, in two of half its size; in one if it has no more rows than that."""
+    half = batch.size // 2
+    rows = [batch.rows[start : start + half] for start in range(0, len(batch.rows), half)]
+    return [replace(batch, size=half, rows=some) for some in rows]
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Whether what a model raised is no row's fault: it ends the run."""
+    return isinstance(error, Dropped | BatchgenError) and not isinstance(error, RowError)

@@ -1,0 +1,82 @@
+"""What the engine asks of a model family, and the pieces that families share.
+
+A family does what diffusers' pipeline does at four points: it encodes prompts to conditioning, draws a row's noise,
+predicts for one step, and decodes latents. B is the batch size; h and w are height and width over the VAE's scale (8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from batchgen.records import Row
+
+Encoded = tuple[Tensor, ...]
+"""What the text encoders make of one text, without the batch dimension."""
+Network = Callable[..., Any]
+"""The denoising network, or a compiled form of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditioning:
+    """What the network is told beside latents and timesteps. All tensors lie on the device."""
+
+    guidance: Tensor
+    """`[B]` float32: each row's guidance scale."""
+    is_guided: bool
+    inputs: Mapping[str, Tensor]
+    """By the network's names for them; `[B, …]`, or `[2B, …]` where the batch is guided: the negative prompts' half,
+    then the prompts'."""
+
+
+class Family(Protocol):
+    """A loaded pipeline on one device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    scheduler: Any
+    tokenizer: Any
+    network: torch.nn.Module
+    decoder: Callable[[Tensor], Tensor]
+    """The VAE's decoder: images `[B, 3, H, W]` of scaled latents; the engine may put a compiled one here."""
+    encoders: Sequence[torch.nn.Module]
+
+    def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
+        """The texts that these rows' conditioning needs."""
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Run the text encoders on one chunk of texts."""
+
+    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+        """The batch's conditioning from its texts' encodings."""
+
+    def noise(self, row: Row, generator: torch.Generator) -> Tensor:
+        """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""
+
+    def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """The guided prediction `[B, C, h, w]` for latents `[B, C, h, w]` at timesteps `[B]`."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images `[B, 3, H, W]`, about -1 to 1, of latents `[B, C, h, w]`."""
+
+    def decode_float32(self, latents: Tensor) -> Tensor:
+        """`decode` in float32, whatever the family's dtype."""
+
+
+def doubled(tensor: Tensor, is_guided: bool) -> Tensor:
+    """The network's input for a batch: once, or twice where it is guided."""
+    return torch.cat([tensor, tensor]) if is_guided else tensor
+
+
+def guide(prediction: Tensor, conditioning: Conditioning) -> Tensor:
+    """Classifier-free guidance (Ho and Salimans 2022, equation 6, in diffusers' scale): the difference of the two
+    halves of a prediction `[2B, C, h, w]`, weighted by each row's own scale."""
+    if not conditioning.is_guided:
+        return prediction
+    negative, positive = prediction.chunk(2)
+    scale = conditioning.guidance[:, None, None, None]
+    return negative + (scale * (positive - negative)).to(prediction.dtype)
