@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from batchgen.errors import BatchgenError
 from batchgen.job import Job
-from batchgen.records import Batch, Outcome
+from batchgen.records import Batch, Bucket, Outcome, Work
 
 
 class Dropped(Exception):
@@ -20,6 +21,17 @@ class OutOfMemory(Exception):
 
 class DeviceLost(BatchgenError):
     """The device's context is gone: this process can make nothing any more, another one can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a generator is told of the run it works for, and how it tells the run."""
+
+    say: Callable[[str], None] = lambda text: None
+    settle: Callable[[str, str], str] = lambda name, value: value
+    """Make a value the run's under a name, or learn the one that another worker has settled."""
+    work: Mapping[Bucket, Work] = field(default_factory=dict)
+    """What this worker may expect to do in each bucket."""
 
 
 Pending = Callable[[], list[Outcome]]
@@ -44,7 +56,7 @@ class Generator(Protocol):
         """Set a batch to work. The next one may be submitted before this one's outcomes are asked for."""
 
 
-def open_generator(job: Job) -> Generator:
+def open_generator(job: Job, context: Context | None = None) -> Generator:
     """Load the job's model. Raises UsageError for a model that is missing, incomplete or not understood."""
     if job.model.path == "pattern":
         from batchgen.models.pattern import PatternGenerator
@@ -52,4 +64,4 @@ def open_generator(job: Job) -> Generator:
         return PatternGenerator(job.model)
     from batchgen.engine.engine import Engine
 
-    return Engine(job)
+    return Engine(job, context)

@@ -71,8 +71,14 @@ class Engine(_Table):
 
     device: str | None = None
     """A torch device; None is the first GPU, else the CPU."""
+    mode: Literal["auto", "eager", "graph", "compiled", "compiled+graph"] = "auto"
+    """How the network is run; auto weighs the work that is left, and is eager on a CPU."""
+    attention: Literal["auto", "flash", "cudnn"] = "auto"
+    """Attention kernels on a GPU; auto times them."""
     decode_batch: _PositiveInt = 4
     """Images decoded at once."""
+    text_encoder: Literal["gpu", "offload"] = "gpu"
+    """Where the text encoders lie while they have nothing to do."""
 
 
 class Output(_Table):

@@ -87,10 +87,8 @@ class Maker:
         if batch.size == 1:
             return [Failure(row, type(error).__name__, str(error)) for row in batch.rows]
         self._largest[batch.group] = batch.size // 2
-        shape = f"{batch.group.width}x{batch.group.height}"
-        self.say(
-            f"a batch of {batch.size} does not fit into memory at {shape}; from now on {batch.size // 2} are made at once"
-        )
+        half, shape = batch.size // 2, f"{batch.group.width}x{batch.group.height}"
+        self.say(f"a batch of {batch.size} does not fit into memory at {shape}; from now on {half} are made at once")
         return self.start(batch)()
 
     def _submit(self, batch: Batch) -> Pending:

@@ -8,19 +8,28 @@ from batchgen.errors import UsageError
 from batchgen.ledger import Ledger
 
 
+def settle(ledger: Ledger, name: str, value: str) -> str:
+    """Make a value the run's under a name, or learn the one that is. Raises UsageError if it cannot be read."""
+    assert ledger.owner is not None
+    path = ledger.root / "modes" / name
+    content = json.dumps({"token": ledger.owner.token, "value": value}).encode()
+    if ledger.files.read(path) is None and ledger.files.put_if_absent(path, content):
+        return value
+    try:
+        settled = json.loads(ledger.files.read(path) or b"")["value"]
+        if isinstance(settled, str):
+            return settled
+        reason = f"its value is {settled!r}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = repr(error)
+    raise UsageError(f"{path} cannot be read ({reason}); remove it if no worker is running")
+
+
 def settle_dtype(ledger: Ledger, dtype: str | None) -> None:
     """Make this worker's dtype the run's, or check that it is. Raises UsageError if the run has another one."""
     if dtype is None:
         return
-    assert ledger.owner is not None
-    path = ledger.root / "modes" / "dtype"
-    content = json.dumps({"token": ledger.owner.token, "dtype": dtype}).encode()
-    if ledger.files.read(path) is None and ledger.files.put_if_absent(path, content):
-        return
-    try:
-        settled = json.loads(ledger.files.read(path) or b"")["dtype"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read ({error!r}); remove it if no worker is running") from None
+    settled = settle(ledger, "dtype", dtype)
     if settled != dtype:
         raise UsageError(
             f"this run was begun in {settled}, and this worker would make its rows in {dtype}: pixels would differ. "

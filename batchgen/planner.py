@@ -105,6 +105,8 @@ class Cut:
     """The bucket's batch size, at least the batch's rows."""
     batch_group: Ints
     batch_s: npt.NDArray[np.float64]
+    batch_evaluations: Ints
+    """Of the batch's longest row."""
     idle_evaluations: Ints
     """Row evaluations per batch in which a finished row stands still."""
     shard_start: Ints
@@ -148,7 +150,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
     `runs` gives, per group in plan order, its number and the run-length form of its rows' evaluations: ascending
     values, and how many rows have each.
     """
-    starts, sizes, numbers, seconds, idle = [], [], [], [], []
+    starts, sizes, numbers, seconds, evaluations, idle = [], [], [], [], [], []
     for number, values, counts in runs:
         allowed = allowed_sizes(groups[number], limits.batch_sizes, limits.max_batch)
         if not allowed:
@@ -166,6 +168,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
         seconds.append(
             np.array([table[size].of(most) for size, most in zip(used.tolist(), last.tolist(), strict=True)], float)
         )
+        evaluations.append(last)
         idle.append(last * rows - sums)
     rows = _joined(starts)
     batch_s = np.concatenate(seconds) if seconds else np.zeros(0)
@@ -176,6 +179,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
         batch_size=_joined(sizes),
         batch_group=batch_group,
         batch_s=batch_s,
+        batch_evaluations=_joined(evaluations),
         idle_evaluations=_joined(idle),
         shard_start=cut_shards(rows, batch_s, batch_group, largest, limits.shard_images),
     )

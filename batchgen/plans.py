@@ -29,7 +29,7 @@ from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut
-from batchgen.records import Batch, Group, Row
+from batchgen.records import Batch, Bucket, Group, Row, Work
 from batchgen.rejections import Rejections
 from batchgen.spill import Reorder, part_bounds
 
@@ -54,6 +54,19 @@ class PlanFile:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketWork:
+    """What the plan does in one bucket."""
+
+    group: int
+    """Index into the plan's groups."""
+    size: int
+    """Batch size."""
+    batches: int
+    evaluations: int
+    """Of whole batches: the sum of each one's longest row."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlanIndex:
     """The content of an index slot."""
 
@@ -65,6 +78,7 @@ class PlanIndex:
     shard_rows: tuple[int, ...]
     """Images of each shard."""
     groups: tuple[Group, ...]
+    buckets: tuple[BucketWork, ...]
     num_rejected: int
     num_redrawn: int
     model: str
@@ -88,6 +102,13 @@ class PlanIndex:
     def shards(self) -> range:
         return range(self.first_shard, self.first_shard + len(self.shard_rows))
 
+    def work(self, share: float) -> dict[Bucket, Work]:
+        """The work of each bucket, or a share of it."""
+        return {
+            Bucket(self.groups[one.group], one.size): Work(round(share * one.batches), round(share * one.evaluations))
+            for one in self.buckets
+        }
+
     def to_bytes(self, token: str) -> bytes:
         return json.dumps({"token": token, **asdict(self)}, ensure_ascii=False).encode()
 
@@ -98,6 +119,7 @@ class PlanIndex:
             del fields["token"]
             fields["files"] = tuple(PlanFile(**one) for one in fields["files"])
             fields["groups"] = tuple(Group(**one) for one in fields["groups"])
+            fields["buckets"] = tuple(BucketWork(**one) for one in fields["buckets"])
             fields["shard_rows"] = tuple(fields["shard_rows"])
             return cls(**fields)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -154,12 +176,21 @@ def _written(
         first_shard=0,
         shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
         groups=drafted.groups,
+        buckets=tuple(_buckets(drafted.cut)),
         num_rejected=drafted.survey.num_rejected,
         num_redrawn=len(drafted.survey.redrawn.rows),
         model=model,
         job=job,
         fingerprint=fingerprint,
     )
+
+
+def _buckets(cut: Cut) -> Iterator[BucketWork]:
+    keys = np.stack([cut.batch_group, cut.batch_size])
+    found, place, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
+    evaluations = np.bincount(place.ravel(), cut.batch_evaluations, len(counts))
+    for (group, size), batches, num in zip(found.T.tolist(), counts.tolist(), evaluations.tolist(), strict=True):
+        yield BucketWork(group, size, batches, int(num))
 
 
 def load_index(root: Path, files: FileSystem) -> PlanIndex | None:

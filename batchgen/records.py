@@ -67,6 +67,33 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Bucket:
+    """The static shape of a batch: the key of a captured graph."""
+
+    group: Group
+    size: int
+    """Batch size."""
+
+    def __str__(self) -> str:
+        guided = "guided" if self.group.is_guided else "unguided"
+        return f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}, {self.group.form or 'own update'}"
+
+    @property
+    def pixels(self) -> int:
+        """Pixels that one evaluation of the network is about, guidance doubling included."""
+        return self.group.width * self.group.height * self.size * (2 if self.group.is_guided else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is left to do in a bucket."""
+
+    batches: int
+    evaluations: int
+    """Of whole batches: the sum of each one's longest row."""
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """A row that was made. The generator fills all fields; the writer reads them."""
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from batchgen.balance import Balance, take_balance
 from batchgen.encoders import EncoderPool, num_encoder_threads
 from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
-from batchgen.generator import Generator, open_generator
+from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger, end, this_process
 from batchgen.making import Maker
-from batchgen.modes import settle_dtype
+from batchgen.modes import settle, settle_dtype
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
@@ -74,7 +75,10 @@ def run_job(
     if balance.outstanding and not stop.is_asked:
         try:
             with progress(balance) as shown:
-                _work(run, index, job, ledger, stop, shown, may_wait=may_wait)
+                share = balance.outstanding / index.num_rows / (1 + len({one.pid for one in balance.holders}))
+                settled = partial(settle, ledger)
+                generator = open_generator(job, Context(shown.say, settled, index.work(share)))
+                _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
@@ -84,9 +88,16 @@ def run_job(
 
 
 def _work(
-    run: RunDirectory, index: PlanIndex, job: Job, ledger: Ledger, stop: Stop, progress: Progress, *, may_wait: bool
+    run: RunDirectory,
+    index: PlanIndex,
+    job: Job,
+    ledger: Ledger,
+    generator: Generator,
+    stop: Stop,
+    progress: Progress,
+    *,
+    may_wait: bool,
 ) -> None:
-    generator: Generator = open_generator(job)
     settle_dtype(ledger, generator.versions.get("dtype"))
     with EncoderPool(num_encoder_threads(job.output)) as pool:
         reader = PlanReader(run.plans, index)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.engine.decode import Decoder
 from batchgen.engine.denoise import load_lanes
 from batchgen.engine.engine import Engine
+from batchgen.engine.prompts import Prompts
 from batchgen.errors import UsageError
 from batchgen.generator import Dropped, open_generator
 from batchgen.models import demo
+from batchgen.models.family import Network
 from batchgen.models.folder import facts_of
 from batchgen.models.tokens import count_tokens, load_tokenizer
 from batchgen.records import Failure, Image, Outcome, Row
@@ -21,7 +24,7 @@ from tests import tiny
 
 
 def generate(engine: Engine, rows: Sequence[Row], size: int | None = None) -> list[Outcome]:
-    return engine.generate(tiny.batch(rows, engine.facts, size), tiny.never)
+    return engine.submit(tiny.batch(rows, engine.facts, size), tiny.never)()
 
 
 def images(engine: Engine, rows: Sequence[Row], size: int | None = None) -> list[Image]:
@@ -96,12 +99,15 @@ def test_a_long_neighbour_changes_nothing(engine: Engine) -> None:
 
 def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engine) -> None:
     texts = [f"text {i}" for i in range(11)]
-    together = engine.model.encode(texts)
-    assert all(torch.equal(engine.model.encode([text])[text], together[text]) for text in texts)
+    together = Prompts(engine.model, is_offloaded=False).encoded(texts)
+    for text in texts:
+        alone = Prompts(engine.model, is_offloaded=True).encoded([text])
+        assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
-    decoded = engine.decode(latents)
+    decoder = Decoder(engine.model, 4, print)
+    decoded = decoder.start(latents, is_compiled=False)()
     for i in range(6):
-        alone = engine.decode(latents[i : i + 1])[0]
+        alone = decoder.start(latents[i : i + 1], is_compiled=False)()[0]
         assert isinstance(alone, np.ndarray)
         assert np.array_equal(decoded[i], alone)
 
@@ -167,7 +173,7 @@ def test_a_batch_can_be_dropped_between_evaluations(engine: Engine, sampler: str
         return asked > 2
 
     with pytest.raises(Dropped):
-        engine.generate(tiny.batch([tiny.row(sampler=sampler, steps=5)], engine.facts), after_two)
+        engine.submit(tiny.batch([tiny.row(sampler=sampler, steps=5)], engine.facts), after_two)()
     assert asked == 3
 
 
@@ -180,8 +186,8 @@ class TestFaults:
         engine = Engine(tiny.job(tiny.folder("sd1")))
         right = engine.model.decode
 
-        def wrong(latents: torch.Tensor) -> torch.Tensor:
-            images = right(latents).clone()
+        def wrong(decoder: Network, latents: torch.Tensor) -> torch.Tensor:
+            images = right(decoder, latents).clone()
             images[1, 0, 5, 5] = torch.nan
             images[2, 0, 5, 5] = torch.inf
             images[3] = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
@@ -218,8 +224,8 @@ class TestFaults:
         engine = Engine(tiny.job(tiny.folder("sd1"), "model.dtype=float16"))
         right = engine.model.decode
 
-        def overflowing(latents: torch.Tensor) -> torch.Tensor:
-            images = right(latents)
+        def overflowing(decoder: Network, latents: torch.Tensor) -> torch.Tensor:
+            images = right(decoder, latents)
             if latents.dtype == torch.float16:
                 images = images.clone()
                 images[1] = torch.inf
@@ -248,8 +254,8 @@ def test_the_demo_model_makes_the_same_picture_again() -> None:
     generator = open_generator(job)
     row = tiny.row(steps=facts.steps, sampler=facts.sampler, width=facts.width, height=facts.height)
     batch = tiny.batch([row], facts)
-    first = generator.generate(batch, tiny.never)[0]
-    second = open_generator(job).generate(batch, tiny.never)[0]
+    first = generator.submit(batch, tiny.never)()[0]
+    second = open_generator(job).submit(batch, tiny.never)()[0]
     assert isinstance(first, Image)
     assert isinstance(second, Image)
     assert first.pixels.shape == (facts.height, facts.width, 3)

@@ -60,7 +60,7 @@ def test_float32_latents(kind: str, sampler: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *OWN])
 def test_float16_pixels(sampler: str) -> None:
     made = engine("sd1", "float16")
-    outcomes = made.generate(tiny.batch(batch_of(sampler), made.facts), tiny.never)
+    outcomes = made.submit(tiny.batch(batch_of(sampler), made.facts), tiny.never)()
     for row, outcome in zip(batch_of(sampler), outcomes, strict=True):
         assert isinstance(outcome, Image)
         wanted = np.asarray(tiny.reference(pipeline("sd1", "float16"), row, made.facts, "pil")[0])
@@ -71,7 +71,7 @@ def test_float16_pixels(sampler: str) -> None:
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "pndm", "UniPCMultistepScheduler"])
 def test_twice_the_same_bits(dtype: str, sampler: str) -> None:
     made = engine("sd1", dtype)
-    first, second = (made.generate(tiny.batch(batch_of(sampler), made.facts), tiny.never) for _ in range(2))
+    first, second = (made.submit(tiny.batch(batch_of(sampler), made.facts), tiny.never)() for _ in range(2))
     for one, two in zip(first, second, strict=True):
         assert isinstance(one, Image)
         assert isinstance(two, Image)

@@ -139,7 +139,7 @@ def test_sizes_that_are_no_square() -> None:
 def test_pixels(sampler: str) -> None:
     engine = tiny.engine("sd1")
     rows = mixed(sampler, True)
-    outcomes = engine.generate(tiny.batch(rows, engine.facts), tiny.never)
+    outcomes = engine.submit(tiny.batch(rows, engine.facts), tiny.never)()
     for row, outcome in zip(rows, outcomes, strict=True):
         assert isinstance(outcome, Image)
         wanted = np.asarray(tiny.reference(tiny.pipeline("sd1"), row, engine.facts, "pil")[0])
@@ -175,9 +175,10 @@ class TestThatParityCanFail:
         model = type(tiny.engine("sd1").model)
         right = model.conditioning
 
-        def swapped(self, rows, is_guided):
-            made = right(self, rows, is_guided)
-            return dataclasses.replace(made, embeddings=made.embeddings.roll(len(rows), 0))
+        def swapped(self, rows, is_guided, encoded):
+            made = right(self, rows, is_guided, encoded)
+            turned = made.inputs["encoder_hidden_states"].roll(len(rows), 0)
+            return dataclasses.replace(made, inputs={**made.inputs, "encoder_hidden_states": turned})
 
         monkeypatch.setattr(model, "conditioning", swapped)
         assert self.mistaken(lambda rows: rows) > 10 * TOLERANCE

@@ -29,7 +29,7 @@ def batch_of(*rows: Row, size: int = 0) -> Batch:
 
 
 def generate(*rows: Row, model: job.Model = FAULTS) -> list[Outcome]:
-    return PatternGenerator(model).generate(batch_of(*rows), never)
+    return PatternGenerator(model).submit(batch_of(*rows), never)()
 
 
 def faulty(index: int, fault: str) -> Row:
@@ -116,7 +116,7 @@ def test_pixels_do_not_depend_on_neighbours_or_batch_size() -> None:
 
 def test_a_padded_slot_is_not_returned() -> None:
     rows = [make_row(0), make_row(1)]
-    outcomes = PatternGenerator(FAULTS).generate(batch_of(*rows, size=4), never)
+    outcomes = PatternGenerator(FAULTS).submit(batch_of(*rows, size=4), never)()
     assert [outcome.row for outcome in outcomes] == rows
 
 
@@ -150,8 +150,8 @@ def test_raise_once_is_once_per_row() -> None:
     for index in (0, 1):
         batch = batch_of(faulty(index, "raise once"))
         with pytest.raises(RuntimeError, match="once"):
-            generator.generate(batch, never)
-        (outcome,) = generator.generate(batch, never)
+            generator.submit(batch, never)()
+        (outcome,) = generator.submit(batch, never)()
         assert isinstance(outcome, Image)
 
 
@@ -177,7 +177,7 @@ def test_slow_takes_its_time_and_can_be_dropped() -> None:
     generate(faulty(0, "slow 0.2"))
     assert time.monotonic() - started >= 0.2
     with pytest.raises(Dropped):
-        PatternGenerator(FAULTS).generate(batch_of(faulty(0, "slow 60")), lambda: time.monotonic() - started > 0.4)
+        PatternGenerator(FAULTS).submit(batch_of(faulty(0, "slow 60")), lambda: time.monotonic() - started > 0.4)()
     assert time.monotonic() - started < 10
 
 
@@ -186,9 +186,9 @@ def test_a_batch_can_be_dropped_between_any_two_steps() -> None:
     for allowed in range(7):
         answers = iter([False] * allowed + [True])
         with pytest.raises(Dropped):
-            PatternGenerator(FAULTS).generate(batch, lambda: next(answers))  # noqa: B023
+            PatternGenerator(FAULTS).submit(batch, lambda: next(answers))()  # noqa: B023
     answers = iter([False] * 7)
-    assert len(PatternGenerator(FAULTS).generate(batch, lambda: next(answers))) == 2
+    assert len(PatternGenerator(FAULTS).submit(batch, lambda: next(answers))()) == 2
 
 
 def test_sizes_that_hold_no_pattern_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,16 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen import codec, worker
+from batchgen import codec, heart, worker
 from batchgen.encoders import EncoderPool
 from batchgen.errors import Interrupted, RowError, UsageError
-from batchgen.generator import DeviceLost, Dropped, OutOfMemory
+from batchgen.generator import DeviceLost, Dropped, OutOfMemory, Pending
+from batchgen.heart import Heart
 from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt, this_process
+from batchgen.making import Maker
 from batchgen.models.pattern import paint
 from batchgen.plans import PlanReader, batches
 from batchgen.records import Batch, Failure, Image, Outcome, Row
 from batchgen.stopping import Stop
-from batchgen.worker import Heart, Worker
+from batchgen.worker import Worker
 from tests.plans import Frozen, folder, frozen, pattern_job
 
 
@@ -39,10 +41,14 @@ class Scripted:
         self.asked: list[tuple[int, list[str]]] = []
         self.should_drop: Callable[[], bool] = lambda: False
 
-    def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        pass
+
+    def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         self.asked.append((batch.size, [row.id for row in batch.rows]))
         self.should_drop = should_drop
-        return self.behave(batch) or [image(batch, row) for row in batch.rows]
+        outcomes = self.behave(batch) or [image(batch, row) for row in batch.rows]
+        return lambda: outcomes
 
 
 def image(batch: Batch, row: Row) -> Image:
@@ -79,9 +85,8 @@ class Bench:
         reader = PlanReader(self.plan.run.plans, self.plan.index)
         job = pattern_job(*self.overrides)
         with EncoderPool(1) as pool:
-            yield Worker(
-                self.plan.run, reader, job, self.plan.ledger(), generator, pool, self.stop, self.heard, may_wait
-            )
+            maker = Maker(generator, self.stop, job.run.grace_s, self.heard.say)
+            yield Worker(self.plan.run, reader, job, self.plan.ledger(), maker, pool, self.stop, self.heard, may_wait)
 
     def work(self, generator: Scripted, *, may_wait: bool = False) -> None:
         with self.worker(generator, may_wait=may_wait) as one:
@@ -410,8 +415,8 @@ def test_a_batch_is_dropped_if_it_would_outlast_the_grace(
     with one.worker(Scripted()) as working:
         (batch,) = batches(one.plan.shards[0], one.plan.index.groups)
         if last_s is not None:
-            working._batch_s[batch.group, batch.size] = last_s
-        should_drop = working._should_drop(batch, time.monotonic())
+            working.maker._batch_s[batch.group, batch.size] = last_s
+        should_drop = working.maker.should_drop(batch, time.monotonic())
         assert not should_drop()
         one.stop.since = now[0]
         now[0] += age_s
@@ -487,7 +492,7 @@ def test_two_workers_at_once_make_each_row_once(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_claim_is_touched_for_as_long_as_a_batch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(heart, "PERIOD_S", 0.01)
     one = bench(tmp_path, 1)
     claim = one.plan.ledger().claim_path(0, 0)
 
@@ -506,7 +511,7 @@ def test_a_claim_is_touched_for_as_long_as_a_batch_runs(tmp_path: Path, monkeypa
 def test_a_disk_that_is_lost_between_two_commits_stops_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(heart, "PERIOD_S", 0.01)
     one, failed = bench(tmp_path, 1), threading.Event()
 
     def lose(ledger: Ledger, shard: int, epoch: int) -> None:
@@ -527,6 +532,6 @@ def test_a_disk_that_is_lost_between_two_commits_stops_the_worker(
 
 def test_the_heart_ends_with_its_block(tmp_path: Path) -> None:
     one = bench(tmp_path, 1)
-    with Heart(one.plan.ledger(), 0):
+    with Heart(one.plan.ledger(), 0, 600):
         assert "heartbeat" in [thread.name for thread in threading.enumerate()]
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]

@@ -133,7 +133,8 @@ def never() -> bool:
 
 
 def denoise(made: Engine, rows: Sequence[Row], size: int | None = None) -> torch.Tensor:
-    return made.denoise(batch(rows, made.facts, size), never)
+    asked = batch(rows, made.facts, size)
+    return made.denoise(asked, made.conditioning(asked), never)[0]
 
 
 def reference(pipe: Any, row: Row, facts: Facts, output_type: str = "latent") -> Any:

@@ -8,14 +8,15 @@ still.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from batchgen.engine.samplers import Scheduler, Table, step_arguments, update
 from batchgen.generator import Dropped
-from batchgen.models.sd import Conditioning, StableDiffusion
+from batchgen.models.family import Conditioning, Family, Network
+from batchgen.models.transfer import to_device
 from batchgen.records import Row
 
 _EARLIER = ("e1", "e2", "e3")
@@ -47,45 +48,37 @@ class Lanes:
     keeps: Tensor
     """`[B, n]` bool."""
 
-
-def denoise(
-    model: StableDiffusion,
-    rows: Sequence[Row],
-    tables: Sequence[Table],
-    conditioning: Conditioning,
-    should_drop: Callable[[], bool],
-) -> Tensor:
-    """Final latents `[B, C, h, w]` of rows whose samplers share one form. Raises Dropped."""
-    lanes = load_lanes(model, rows, tables)
-    for _ in range(max(table.num_evaluations for table in tables)):
-        if should_drop():
-            raise Dropped
-        step(model, lanes, conditioning)
-    return lanes.latents
+    def tensors(self) -> list[Tensor]:
+        """All of them, in a fixed order."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [value for value in values if isinstance(value, Tensor)]
 
 
-def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Table]) -> Lanes:
-    """Draw the rows' noise and lay their tables side by side; nothing is remembered from another batch."""
+def load_lanes(model: Family, rows: Sequence[Row], tables: Sequence[Table], room: int = 0) -> Lanes:
+    """Draw the rows' noise and lay their tables side by side; nothing is remembered from another batch.
+
+    n is the most evaluations of any row, or `room` if that is more.
+    """
     form = tables[0].form
     assert all(table.form == form for table in tables)
-    n = max(table.num_evaluations for table in tables)
+    n = max(room, *(table.num_evaluations for table in tables))
     drawn = [_draw(model, row, table) for row, table in zip(rows, tables, strict=True)]
     first = torch.cat([noise * table.init_scale for (noise, _), table in zip(drawn, tables, strict=True)])
     device = model.device
-    latents = first.to(device)
+    latents = to_device(first, device)
     num_earlier = sum(name in form for name in _EARLIER)
 
     def beside(columns: Sequence[Tensor]) -> Tensor:
-        return torch.stack([_lengthen(column, n) for column in columns]).to(device)
+        return to_device(torch.stack([_lengthen(column, n) for column in columns]), device)
 
     return Lanes(
         form=form,
         latents=latents,
         previous=torch.zeros_like(latents) if "x1" in form else None,
         earlier=latents.new_zeros((len(rows), num_earlier, *latents.shape[1:])),
-        noise=torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]).to(device),
+        noise=to_device(torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]), device),
         position=torch.zeros(len(rows), dtype=torch.int64, device=device),
-        evaluations=torch.tensor([table.num_evaluations for table in tables], device=device),
+        evaluations=to_device(torch.tensor([table.num_evaluations for table in tables]), device),
         timesteps=beside([table.timesteps for table in tables]),
         input_scale=beside([table.input_scale for table in tables]),
         coefficients=beside([table.coefficients for table in tables]),
@@ -93,7 +86,7 @@ def load_lanes(model: StableDiffusion, rows: Sequence[Row], tables: Sequence[Tab
     )
 
 
-def _draw(model: StableDiffusion, row: Row, table: Table) -> tuple[Tensor, Tensor]:
+def _draw(model: Family, row: Row, table: Table) -> tuple[Tensor, Tensor]:
     """A row's first noise `[1, C, h, w]` and step noise `[n, C, h, w]`, drawn in diffusers' order."""
     generator = torch.Generator("cpu").manual_seed(row.seed)
     first = model.noise(row, generator)
@@ -108,13 +101,13 @@ def _lengthen(column: Tensor, n: int) -> Tensor:
     return torch.cat([column, column[-1:].expand(n - len(column), *column.shape[1:])])
 
 
-def step(model: StableDiffusion, lanes: Lanes, conditioning: Conditioning) -> None:
+def step(model: Family, network: Network, lanes: Lanes, conditioning: Conditioning) -> None:
     """One model evaluation of every lane, in place: the network, guidance, and the sampler's update."""
     lane = torch.arange(len(lanes.position), device=lanes.position.device)
     at = torch.minimum(lanes.position, lanes.evaluations - 1)
     is_running = (lanes.position < lanes.evaluations)[:, None, None, None]
     scaled = (lanes.latents * lanes.input_scale[lane, at, None, None, None]).to(lanes.latents.dtype)
-    prediction = model.predict(scaled, lanes.timesteps[lane, at], conditioning)
+    prediction = model.predict(network, scaled, lanes.timesteps[lane, at], conditioning)
     moved = update(lanes.coefficients[lane, at], _terms(lanes, prediction, lane, at)).to(lanes.latents.dtype)
     if lanes.earlier.shape[1]:
         pushed = torch.cat([prediction[:, None], lanes.earlier[:, :-1]], dim=1)
@@ -137,21 +130,22 @@ def _terms(lanes: Lanes, prediction: Tensor, lane: Tensor, at: Tensor) -> list[T
 
 
 def denoise_own(
-    model: StableDiffusion,
+    model: Family,
     rows: Sequence[Row],
     scheduler: Scheduler,
     conditioning: Conditioning,
     should_drop: Callable[[], bool],
 ) -> Tensor:
-    """`denoise` for a scheduler that is no table: it steps the batch itself, a generator for each row."""
+    """Final latents `[B, C, h, w]` under a scheduler that is no table: it steps the batch itself, with a generator for
+    each row. Raises Dropped."""
     generators = [torch.Generator("cpu").manual_seed(row.seed) for row in rows]
     noise = [model.noise(row, generator) for row, generator in zip(rows, generators, strict=True)]
-    latents: Tensor = torch.cat(noise).to(model.device) * scheduler.init_noise_sigma
+    latents: Tensor = to_device(torch.cat(noise), model.device) * scheduler.init_noise_sigma
     arguments = step_arguments(scheduler, generators)
     for timestep in scheduler.timesteps:
         if should_drop():
             raise Dropped
         scaled = scheduler.scale_model_input(latents, timestep)
-        prediction = model.predict(scaled, timestep.expand(len(rows)), conditioning)
+        prediction = model.predict(model.network, scaled, timestep.expand(len(rows)), conditioning)
         latents = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
     return latents

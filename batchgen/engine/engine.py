@@ -6,44 +6,39 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 
 import diffusers
 import torch
 import transformers
 from torch import Tensor
 
-from batchgen.engine.denoise import denoise, denoise_own
+from batchgen.engine.decode import Decoder, Fault
+from batchgen.engine.denoise import denoise_own
+from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
+from batchgen.engine.steps import Steps
+from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
-from batchgen.generator import DeviceLost, OutOfMemory
+from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
 from batchgen.job import Job
 from batchgen.models import demo, sd
 from batchgen.models.facts import OWN_UPDATE
+from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
-from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
+from batchgen.models.transfer import Mark
+from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
 from batchgen.version import VERSION
 
-_EAGER = "eager"
-
-
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """Why decoded pixels are no picture."""
-
-    error: str
-    message: str
-
-
-_NOT_FINITE = _Fault("NotFinite", "the decoded image has NaN or Inf in it, in float32 too")
-_CONSTANT = _Fault("Constant", "the decoded image is one single colour, in float32 too")
+STAGES = ("text", "denoise", "decode")
 
 
 class Engine:
     """The job's model, loaded; a `batchgen.generator.Generator`. Raises UsageError as loading does."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, context: Context | None = None) -> None:
+        context = context or Context()
         self.device = find_device(job.engine.device)
         self.facts = facts_of(job.model)
         self.model = _load(job, _dtype(job, self.device), self.device)
@@ -56,64 +51,107 @@ class Engine:
             "device": device_name(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
-        self._decode_batch = job.engine.decode_batch
+        self.steps = Steps(self.model, context)
+        self.stage_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+        """Device seconds per stage, of the batches whose outcomes were asked for."""
+        self._group: Group | None = None
+        self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
+        self._decoder = Decoder(self.model, job.engine.decode_batch, context.say)
+        self._tuning = Tuning(job.engine, self.device, self.versions["device"], context)
 
-    def generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
-        """One outcome per row, in order. A row that is no picture fails alone.
+    @torch.inference_mode()
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        """Encode the texts of a shard. As Generator.prepare."""
+        texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
+        with self._errors_named():
+            self._prompts.prepare(texts, should_drop)
 
-        Raises Dropped; OutOfMemory; DeviceLost for any other CUDA error, after which the context is unusable.
-        """
+    def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+        """Queue a batch on the device. A row that is no picture fails alone. As Generator.submit; DeviceLost is any
+        CUDA error but lack of memory, after which the context is unusable."""
         try:
-            return self._generate(batch, should_drop)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error).splitlines()[0]) from error
-        except torch.AcceleratorError as error:
-            raise DeviceLost(
-                f"{self.versions['device']} reports: {str(error).splitlines()[0]}. Everything committed is kept; "
-                "run the same command again"
-            ) from error
+            with self._errors_named():
+                return self._submit(batch, should_drop)
+        except OutOfMemory:
+            if not self.steps.free():
+                raise
+        with self._errors_named():
+            return self._submit(batch, should_drop)
 
     @torch.inference_mode()
-    def _generate(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
-        start_s = time.perf_counter()
-        latents = self.denoise(batch, should_drop)
-        decoded = self.decode(latents)
+    def _submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+        started = time.perf_counter()
+        marks = [Mark(self.device)]
+        conditioning = self.conditioning(batch)
+        marks.append(Mark(self.device))
+        latents, mode = self.denoise(batch, conditioning, should_drop)
+        marks.append(Mark(self.device))
+        with self._tuning.kernels():
+            is_compiled = self._tuning.decodes_compiled(batch.group.width, batch.group.height)
+            decoding = self._decoder.start(latents, is_compiled=is_compiled)
+        marks.append(Mark(self.device))
         counts = self._count(batch)
-        seconds = (time.perf_counter() - start_s) / len(batch.rows)
-        return [
-            _outcome(row, result, batch.size, count, seconds)
-            for row, result, count in zip(batch.rows, decoded, counts, strict=True)
-        ]
+        seconds = (time.perf_counter() - started) / len(batch.rows)
+
+        def outcomes() -> list[Outcome]:
+            with self._errors_named(), torch.inference_mode():
+                decoded = decoding()
+                for stage, (start, end) in zip(STAGES, pairwise(marks), strict=True):
+                    self.stage_s[stage] += end.seconds_since(start)
+            return [
+                _outcome(row, result, batch.size, mode, count, seconds)
+                for row, result, count in zip(batch.rows, decoded, counts, strict=True)
+            ]
+
+        return outcomes
 
     @torch.inference_mode()
-    def denoise(self, batch: Batch, should_drop: Callable[[], bool]) -> Tensor:
-        """Final latents `[R, C, h, w]` of the batch's R rows; padding repeats the last row and is cut off."""
-        rows = batch.rows + batch.rows[-1:] * (batch.size - len(batch.rows))
-        conditioning = self.model.conditioning(rows, batch.group.is_guided)
-        if batch.group.form == OWN_UPDATE:
-            scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device)
-            latents = denoise_own(self.model, rows, scheduler, conditioning, should_drop)
-        else:
-            tables = [self.samplers.table(row.sampler, row.steps) for row in rows]
-            latents = denoise(self.model, rows, tables, conditioning, should_drop)
-        return latents[: len(batch.rows)]
+    def conditioning(self, batch: Batch) -> Conditioning:
+        """What the network is told of a batch's rows, padding included."""
+        rows, is_guided = _padded(batch), batch.group.is_guided
+        return self.model.conditioning(rows, is_guided, self._prompts.encoded(self.model.texts(rows, is_guided)))
 
     @torch.inference_mode()
-    def decode(self, latents: Tensor) -> list[Pixels | _Fault]:
-        """Each row's pixels, or what is wrong with them, in chunks of one padded size."""
-        decoded: list[Pixels | _Fault] = []
-        for chunk in torch.split(latents, self._decode_batch):
-            padding = chunk[-1:].expand(self._decode_batch - len(chunk), *chunk.shape[1:])
-            images = self.model.decode(torch.cat([chunk, padding]))[: len(chunk)]
-            results = _inspect(images)
-            decoded += [self._again(chunk[i : i + 1], result) for i, result in enumerate(results)]
-        return decoded
+    def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
+        """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off."""
+        rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
+        is_own = batch.group.form == OWN_UPDATE
+        tables = [] if is_own else [self.samplers.table(row.sampler, row.steps) for row in rows]
+        self._choose(bucket, rows, conditioning)
+        self._enter(batch.group)
+        with self._tuning.kernels():
+            if is_own:
+                scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device)
+                latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
+            else:
+                mode = self._tuning.mode(bucket)
+                latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
+        return latents[: len(batch.rows)], mode
 
-    def _again(self, latents: Tensor, result: Pixels | _Fault) -> Pixels | _Fault:
-        """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself."""
-        if isinstance(result, _Fault) and self.model.dtype != torch.float32:
-            return _inspect(self.model.decode_float32(latents))[0]
-        return result
+    def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
+        """Settle the modes, at the first batch, and order the weights as they want them."""
+        if self._tuning.is_settled:
+            return
+        model = self.model
+        latents = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]).to(self.device)
+        timesteps = torch.full((len(rows),), 500.0, device=self.device)
+        num_parameters = sum(parameter.numel() for parameter in model.network.parameters())
+        self._tuning.choose(
+            bucket, num_parameters, lambda: model.predict(model.network, latents, timesteps, conditioning)
+        )
+        if self._tuning.is_compiled:
+            for network in (model.network, model.vae):
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def _enter(self, group: Group) -> None:
+        """Free what only the group before needed."""
+        if group == self._group:
+            return
+        self._group = group
+        self.steps.free()
+        if self._tuning.is_compiled:
+            # Compiled code is kept per network, and the number of its forms is limited.
+            torch._dynamo.reset()
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""
@@ -125,22 +163,33 @@ class Engine:
             for prompt, negative in zip(prompts, negatives, strict=True)
         ]
 
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error).splitlines()[0]) from error
+        except torch.AcceleratorError as error:
+            raise DeviceLost(
+                f"{self.versions['device']} reports: {str(error).splitlines()[0]}. Everything committed is kept; "
+                "run the same command again"
+            ) from error
 
-def _outcome(row: Row, result: Pixels | _Fault, batch_size: int, count: TokenCount, seconds: float) -> Outcome:
-    if isinstance(result, _Fault):
+
+def _padded(batch: Batch) -> tuple[Row, ...]:
+    """A full batch's rows: padding repeats the last one."""
+    return batch.rows + batch.rows[-1:] * (batch.size - len(batch.rows))
+
+
+def _outcome(
+    row: Row, result: Pixels | Fault, batch_size: int, mode: str, count: TokenCount, seconds: float
+) -> Outcome:
+    if isinstance(result, Fault):
         return Failure(row, result.error, result.message)
-    return Image(row, result, batch_size, _EAGER, count.read, count.dropped, seconds)
+    return Image(row, result, batch_size, mode, count.read, count.dropped, seconds)
 
 
-def _inspect(images: Tensor) -> Sequence[Pixels | _Fault]:
-    """Pixels of each of `[B, 3, H, W]`, or its fault; finiteness is tested before uint8 hides it."""
-    is_finite = images.isfinite().flatten(1).all(1).tolist()
-    pixels = sd.to_pixels(images)
-    is_constant = (pixels.max(axis=(1, 2)) == pixels.min(axis=(1, 2))).all(axis=1)
-    return [_NOT_FINITE if not is_finite[i] else _CONSTANT if is_constant[i] else pixels[i] for i in range(len(pixels))]
-
-
-def _load(job: Job, dtype: torch.dtype, device: torch.device) -> sd.StableDiffusion:
+def _load(job: Job, dtype: torch.dtype, device: torch.device) -> Family:
     with _quiet_libraries():
         if job.model.path == "demo":
             return sd.StableDiffusion(demo.build().to(dtype), device)

@@ -18,7 +18,7 @@ from batchgen.records import Row
 Encoded = tuple[Tensor, ...]
 """What the text encoders make of one text, without the batch dimension."""
 Network = Callable[..., Any]
-"""The denoising network, or a compiled form of it."""
+"""A network, or a compiled form of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Family(Protocol):
     scheduler: Any
     tokenizer: Any
     network: torch.nn.Module
-    decoder: Callable[[Tensor], Tensor]
-    """The VAE's decoder: images `[B, 3, H, W]` of scaled latents; the engine may put a compiled one here."""
+    vae: torch.nn.Module
+    decoder: Network
+    """The call of the VAE that makes images `[B, 3, H, W]` of its own latents."""
     encoders: Sequence[torch.nn.Module]
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
@@ -60,11 +61,11 @@ class Family(Protocol):
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """The guided prediction `[B, C, h, w]` for latents `[B, C, h, w]` at timesteps `[B]`."""
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, decoder: Network, latents: Tensor) -> Tensor:
         """Images `[B, 3, H, W]`, about -1 to 1, of latents `[B, C, h, w]`."""
 
     def decode_float32(self, latents: Tensor) -> Tensor:
-        """`decode` in float32, whatever the family's dtype."""
+        """`decode` in float32, whatever the family's dtype, not compiled."""
 
 
 def doubled(tensor: Tensor, is_guided: bool) -> Tensor:

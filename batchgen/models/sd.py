@@ -6,7 +6,7 @@ in prompt, seed, guidance scale and timestep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import diffusers
@@ -19,6 +19,7 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.models.family import Conditioning, Encoded, Network, doubled, guide
 from batchgen.models.folder import ModelFolder
+from batchgen.models.transfer import to_device
 from batchgen.records import Row
 
 
@@ -34,7 +35,7 @@ class StableDiffusion:
         self.network: torch.nn.Module = pipeline.unet
         self.vae: torch.nn.Module = pipeline.vae
         self.encoders: Sequence[torch.nn.Module] = (pipeline.text_encoder,)
-        self.decoder: Callable[[Tensor], Tensor] = self._decode
+        self.decoder: Network = pipeline.vae.decode
         self._pipeline = pipeline
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
@@ -64,8 +65,8 @@ class StableDiffusion:
         size = self._pipeline.unet.config.time_cond_proj_dim
         if size is not None:
             embedded = self._pipeline.get_guidance_scale_embedding(guidance - 1, embedding_dim=size)
-            inputs["timestep_cond"] = embedded.to(self.device, self.dtype)
-        return Conditioning(guidance.to(self.device), is_guided, inputs)
+            inputs["timestep_cond"] = to_device(embedded.to(self.dtype), self.device)
+        return Conditioning(to_device(guidance, self.device), is_guided, inputs)
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """As Family.noise."""
@@ -82,22 +83,19 @@ class StableDiffusion:
         )[0]
         return guide(prediction, conditioning)
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, decoder: Network, latents: Tensor) -> Tensor:
         """As Family.decode, in the latents' dtype."""
-        return self.decoder(latents / self._pipeline.vae.config.scaling_factor)
+        images: Tensor = decoder(latents / self._pipeline.vae.config.scaling_factor, return_dict=False)[0]
+        return images
 
     def decode_float32(self, latents: Tensor) -> Tensor:
         """`decode` with the VAE in float32 for this once: half precision can overflow in it."""
         vae = self._pipeline.vae
         vae.to(torch.float32)
         try:
-            return self._decode(latents.float() / vae.config.scaling_factor)
+            return self.decode(self.decoder, latents.float())
         finally:
             vae.to(self.dtype)
-
-    def _decode(self, scaled: Tensor) -> Tensor:
-        images: Tensor = self._pipeline.vae.decode(scaled, return_dict=False)[0]
-        return images
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> StableDiffusion:

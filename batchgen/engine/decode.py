@@ -1,0 +1,103 @@
+"""Latents into pixels, in chunks of one padded size; what is no picture is told apart before uint8 hides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.models.family import Family, Network
+from batchgen.models.transfer import Mark, to_host
+from batchgen.records import Pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why decoded pixels are no picture."""
+
+    error: str
+    message: str
+
+
+NOT_FINITE = Fault("NotFinite", "the decoded image has NaN or Inf in it, in float32 too")
+CONSTANT = Fault("Constant", "the decoded image is one single colour, in float32 too")
+Decoding = Callable[[], list[Pixels | Fault]]
+"""Waits for a batch's pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A chunk, B images, on the device or on its way to the host."""
+
+    pixels: Tensor
+    """`[B, H, W, 3]` uint8."""
+    is_finite: Tensor
+    """`[B]` bool, like the next."""
+    is_constant: Tensor
+
+
+class Decoder:
+    """The VAE of one model."""
+
+    def __init__(self, model: Family, chunk: int, say: Callable[[str], None]) -> None:
+        self.chunk = chunk
+        self._model = model
+        self._say = say
+        self._compiled: Network | None = torch.compile(model.decoder, fullgraph=True, dynamic=False)
+
+    def start(self, latents: Tensor, *, is_compiled: bool) -> Decoding:
+        """Queue the decoding of `[R, C, h, w]` and the copies to the host."""
+        judged = [self._start_chunk(chunk, is_compiled=is_compiled) for chunk in torch.split(latents, self.chunk)]
+        mark = Mark(self._model.device)
+
+        def finish() -> list[Pixels | Fault]:
+            mark.wait()
+            results = [result for chunk in judged for result in _results(chunk)]
+            return [self._again(latents[i : i + 1], result) for i, result in enumerate(results)]
+
+        return finish
+
+    def _start_chunk(self, latents: Tensor, *, is_compiled: bool) -> _Judged:
+        padding = latents[-1:].expand(self.chunk - len(latents), *latents.shape[1:])
+        judged = judge(self._decode(torch.cat([latents, padding]), is_compiled=is_compiled)[: len(latents)])
+        return _Judged(to_host(judged.pixels), to_host(judged.is_finite), to_host(judged.is_constant))
+
+    def _decode(self, latents: Tensor, *, is_compiled: bool) -> Tensor:
+        if is_compiled and self._compiled is not None:
+            try:
+                return self._model.decode(self._compiled, latents)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever torch.compile raises: there is another way to decode
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._say(f"decoding cannot be compiled ({type(error).__name__}: {reason}); it runs eager")
+                self._compiled = None
+        return self._model.decode(self._model.decoder, latents)
+
+    def _again(self, latents: Tensor, result: Pixels | Fault) -> Pixels | Fault:
+        """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself."""
+        if isinstance(result, Fault) and self._model.dtype != torch.float32:
+            judged = judge(self._model.decode_float32(latents))
+            return _results(_Judged(judged.pixels.cpu(), judged.is_finite.cpu(), judged.is_constant.cpu()))[0]
+        return result
+
+
+def judge(images: Tensor) -> _Judged:
+    """Pixels of images `[B, 3, H, W]`, rounded as diffusers' image processor rounds, and whether they are pictures."""
+    unit = (images * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float()
+    pixels = (unit * 255).round().to(torch.uint8)
+    flat = pixels.flatten(1, 2)
+    is_constant = (flat.amax(1) == flat.amin(1)).all(1)
+    return _Judged(pixels.contiguous(), images.isfinite().flatten(1).all(1), is_constant)
+
+
+def _results(judged: _Judged) -> list[Pixels | Fault]:
+    pixels: list[Pixels] = [np.asarray(one) for one in judged.pixels.numpy()]
+    faults = zip(judged.is_finite.tolist(), judged.is_constant.tolist(), strict=True)
+    return [
+        NOT_FINITE if not is_finite else CONSTANT if is_constant else pixels[i]
+        for i, (is_finite, is_constant) in enumerate(faults)
+    ]

@@ -1,0 +1,63 @@
+"""Prompts encoded: each distinct text of a shard once, in chunks of one padded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from batchgen.generator import Dropped
+from batchgen.models.family import Encoded, Family
+
+CHUNK = 8
+"""Texts encoded at once, always padded to this, so that a row's bits do not depend on what else was left to do."""
+
+
+class Prompts:
+    """The encoded texts of the shard at work. With `is_offloaded` the text encoders lie in host memory and are on the
+    device only while they encode."""
+
+    def __init__(self, model: Family, *, is_offloaded: bool) -> None:
+        self._model = model
+        self._is_offloaded = is_offloaded
+        self._encoded: dict[str, Encoded] = {}
+        if is_offloaded:
+            self._move(torch.device("cpu"))
+
+    def prepare(self, texts: Iterable[str], should_drop: Callable[[], bool]) -> None:
+        """Forget all texts but these, and encode those that are new. Raises Dropped between two chunks."""
+        wanted = dict.fromkeys(texts)
+        self._encoded = {text: self._encoded[text] for text in wanted if text in self._encoded}
+        self._encode([text for text in wanted if text not in self._encoded], should_drop)
+
+    def encoded(self, texts: Iterable[str]) -> Mapping[str, Encoded]:
+        """The encodings of at least these texts."""
+        self._encode([text for text in dict.fromkeys(texts) if text not in self._encoded], lambda: False)
+        return self._encoded
+
+    def _encode(self, texts: list[str], should_drop: Callable[[], bool]) -> None:
+        if not texts:
+            return
+        with self._at_work():
+            for start in range(0, len(texts), CHUNK):
+                if should_drop():
+                    raise Dropped
+                chunk = texts[start : start + CHUNK]
+                padded = chunk + [""] * (CHUNK - len(chunk))
+                self._encoded |= zip(chunk, self._model.encode(padded), strict=False)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        if not self._is_offloaded:
+            yield
+            return
+        self._move(self._model.device)
+        try:
+            yield
+        finally:
+            self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for encoder in self._model.encoders:
+            encoder.to(device)

@@ -1,0 +1,235 @@
+"""The denoising steps of a batch, as its bucket's mode says: eager, compiled, or replays of a captured graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchgen.engine.denoise import Lanes, load_lanes, step
+from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
+from batchgen.engine.samplers import Table
+from batchgen.errors import BatchgenError
+from batchgen.generator import Context, Dropped
+from batchgen.models.family import Conditioning, Family, Network
+from batchgen.models.transfer import Mark
+from batchgen.records import Bucket, Row
+
+LEAD = 3
+"""Evaluations that may be queued beyond the one the device is at: enough to keep it busy, few enough to stop soon."""
+ROOM = 32
+"""Captured tables hold a multiple of this many evaluations, so that another step count rarely needs another capture."""
+CHECKED_STEPS = 2
+TOLERANCES = {"graph": 1e-3, "compiled": 2e-2}
+"""Largest deviation from eager, relative to the largest value, that a captured or compiled bucket may have."""
+
+
+class Refused(BatchgenError):
+    """A captured or compiled bucket deviates from eager."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What a capture took, for the log."""
+
+    bucket: Bucket
+    mode: str
+    seconds: float
+    compile_s: float
+    before_bytes: int
+    """Reserved on the device."""
+    after_bytes: int
+    deviation: float
+    """From eager, over two steps; 0 is bit for bit."""
+
+    def __str__(self) -> str:
+        compiled = f", of which {self.compile_s:.0f} s compiling" if self.compile_s else ""
+        memory = f"{self.before_bytes / 1e9:.2f} to {self.after_bytes / 1e9:.2f} GB"
+        return f"{self.mode} {self.bucket}: {self.seconds:.1f} s{compiled}, {memory}, deviation {self.deviation:.1e}"
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A bucket that is prepared for its mode."""
+
+    mode: str
+    network: Network
+    room: int
+    lanes: Lanes | None = None
+    conditioning: Conditioning | None = None
+    replay: Callable[[], None] | None = None
+
+
+class Steps:
+    """One model's denoising. Whoever changes to another group frees this one's graphs before."""
+
+    def __init__(self, model: Family, context: Context) -> None:
+        self.captures: list[Capture] = []
+        self._model = model
+        self._say = context.say
+        self._pool = GraphPool(model.device)
+        self._ready: dict[Bucket, _Ready] = {}
+        self._broken: dict[Bucket, str] = {}
+        """Buckets that could not be made ready, and the mode that they run in instead."""
+
+    def run(
+        self,
+        bucket: Bucket,
+        mode: str,
+        rows: Sequence[Row],
+        tables: Sequence[Table],
+        conditioning: Conditioning,
+        should_drop: Callable[[], bool],
+    ) -> tuple[Tensor, str]:
+        """Final latents `[B, C, h, w]`, queued, and the mode that ran. Raises Dropped."""
+        num = max(table.num_evaluations for table in tables)
+        ready = self._made_ready(bucket, mode, num, rows, tables, conditioning)
+        lanes = load_lanes(self._model, rows, tables, ready.room)
+        if ready.replay is None:
+            _advance(
+                lambda: step(self._model, ready.network, lanes, conditioning), num, self._model.device, should_drop
+            )
+            return lanes.latents, ready.mode
+        _load(ready, lanes, conditioning)
+        _advance(ready.replay, num, self._model.device, should_drop)
+        assert ready.lanes is not None
+        return ready.lanes.latents.clone(), ready.mode
+
+    def free(self) -> bool:
+        """Give back what graphs hold; whether there were any."""
+        had_any = any(ready.replay for ready in self._ready.values())
+        self._ready.clear()
+        if had_any:
+            self._pool.clear()
+        return had_any
+
+    def _made_ready(
+        self,
+        bucket: Bucket,
+        mode: str,
+        num: int,
+        rows: Sequence[Row],
+        tables: Sequence[Table],
+        conditioning: Conditioning,
+    ) -> _Ready:
+        mode = self._broken.get(bucket, mode)
+        ready = self._ready.get(bucket)
+        if ready is not None and (ready.replay is None or ready.room >= num):
+            return ready
+        room = -(-num // ROOM) * ROOM
+        while mode != "eager":
+            try:
+                ready = self._prepare(bucket, mode, load_lanes(self._model, rows, tables, room), conditioning)
+                break
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run
+                instead = "graph" if mode == "compiled+graph" else "eager"
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                self._say(f"{bucket}: {mode} does not work here ({type(error).__name__}: {reason}); it runs {instead}")
+                self._broken[bucket] = mode = instead
+        else:
+            ready = _Ready("eager", self._model.network, 0)
+        self._ready[bucket] = ready
+        return ready
+
+    def _prepare(self, bucket: Bucket, mode: str, lanes: Lanes, conditioning: Conditioning) -> _Ready:
+        """Compile and capture as the mode says, and check the result against eager. Raises Refused."""
+        model, device = self._model, self._model.device
+        started, before = time.perf_counter(), reserved_bytes(device)
+        network: Network = model.network
+        compile_s = 0.0
+        if "compiled" in mode:
+            network = torch.compile(model.network, fullgraph=True, dynamic=False)
+            step(model, network, lanes, conditioning)
+            Mark(device).wait()
+            compile_s = time.perf_counter() - started
+        ready = _Ready(mode, network, lanes.timesteps.shape[1])
+        if "graph" in mode:
+            own = _own(conditioning)
+            ready.lanes, ready.conditioning = lanes, own
+            ready.replay = self._pool.capture(lambda: step(model, network, lanes, own))
+        deviation = self._check(ready, lanes, conditioning)
+        capture = Capture(
+            bucket, mode, time.perf_counter() - started, compile_s, before, reserved_bytes(device), deviation
+        )
+        self.captures.append(capture)
+        self._say(str(capture))
+        return ready
+
+    def _check(self, ready: _Ready, lanes: Lanes, conditioning: Conditioning) -> float:
+        """Two steps with every input overwritten, against eager; the deviation. Raises Refused above tolerance."""
+        other_lanes, other_conditioning = _others(lanes, conditioning)
+        eager = _cloned(other_lanes)
+        made = _cloned(other_lanes)
+        for _ in range(CHECKED_STEPS):
+            step(self._model, self._model.network, eager, other_conditioning)
+        if ready.replay is not None:
+            _load(ready, other_lanes, other_conditioning)
+            made = lanes
+        for _ in range(CHECKED_STEPS):
+            if ready.replay is not None:
+                ready.replay()
+            else:
+                step(self._model, ready.network, made, other_conditioning)
+        deviation = float((made.latents - eager.latents).abs().max() / eager.latents.abs().max())
+        tolerance = TOLERANCES["compiled" if "compiled" in ready.mode else "graph"]
+        if not deviation <= tolerance:
+            raise Refused(f"its latents deviate from eager by {deviation:.1e} of the largest; allowed is {tolerance}")
+        return deviation
+
+
+def _advance(call: Callable[[], None], num: int, device: torch.device, should_drop: Callable[[], bool]) -> None:
+    """Queue the evaluations, never more than LEAD ahead of the device. Raises Dropped."""
+    marks: deque[Mark] = deque()
+    for _ in range(num):
+        if len(marks) == LEAD:
+            marks.popleft().wait()
+        if should_drop():
+            raise Dropped
+        call()
+        marks.append(Mark(device))
+
+
+def _load(ready: _Ready, lanes: Lanes, conditioning: Conditioning) -> None:
+    """Overwrite every static input and all that is remembered."""
+    assert ready.lanes is not None
+    assert ready.conditioning is not None
+    Static(ready.lanes.tensors()).load(lanes.tensors())
+    Static(_inputs(ready.conditioning)).load(_inputs(conditioning))
+
+
+def _inputs(conditioning: Conditioning) -> list[Tensor]:
+    return [conditioning.guidance, *(conditioning.inputs[name] for name in sorted(conditioning.inputs))]
+
+
+def _own(conditioning: Conditioning) -> Conditioning:
+    inputs = {name: one.clone() for name, one in conditioning.inputs.items()}
+    return Conditioning(conditioning.guidance.clone(), conditioning.is_guided, inputs)
+
+
+def _cloned(lanes: Lanes) -> Lanes:
+    values = {field.name: getattr(lanes, field.name) for field in dataclasses.fields(lanes)}
+    copies: dict[str, Any] = {name: one.clone() for name, one in values.items() if isinstance(one, Tensor)}
+    return dataclasses.replace(lanes, **copies)
+
+
+def _others(lanes: Lanes, conditioning: Conditioning) -> tuple[Lanes, Conditioning]:
+    """The same batch with every input another one: rows shifted, noise, guidance and timesteps changed."""
+    other = _cloned(lanes)
+    other.position.zero_()
+    random = torch.Generator(lanes.latents.device).manual_seed(0)
+    other.latents.normal_(generator=random)
+    other.timesteps.mul_(0.9)
+    for memory in (other.previous, other.earlier):
+        if memory is not None:
+            memory.zero_()
+    inputs = {name: 0.9 * one.roll(1, 0) for name, one in conditioning.inputs.items()}
+    guidance = 2 + torch.arange(len(conditioning.guidance), device=conditioning.guidance.device) % 5
+    return other, Conditioning(guidance.float(), conditioning.is_guided, inputs)

@@ -1,0 +1,175 @@
+"""Which mode each bucket runs in, and which attention kernels: asked for, or weighed against the work that is left.
+
+The first worker of a run decides for all, since modes change the last bits of pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+from batchgen.engine.attention import BACKENDS, attention
+from batchgen.errors import UsageError
+from batchgen.generator import Context
+from batchgen.job import Engine
+from batchgen.models.transfer import Mark
+from batchgen.records import Bucket, Work
+
+COMPILED_SHARE = 0.75
+"""Of the seconds of an evaluation, what compiled kernels need: 0.66 to 0.82 were measured (SD1.5 and SDXL, batches of
+8 and more, one H200, torch 2.11)."""
+COMPILE_S = 30.0
+COMPILE_S_PER_PARAMETER = 3e-8
+"""A whole compile took 53 s for SD1.5 (0.86e9 parameters) and about 100 s for SDXL (2.6e9)."""
+DECODE_GAIN_S = 35e-9
+"""Seconds per pixel that a compiled VAE saves: 77 ms against 35 ms for 1024x1024."""
+DECODE_COMPILE_S = 40.0
+LAUNCH_BOUND_S = 0.025
+"""An eager evaluation is never faster: Python launches its kernels one by one."""
+CAPTURE_EVALUATIONS = 9
+"""A capture runs about as many: warm-ups, the record, and the check against eager."""
+_SURPLUS = 1.2
+"""What is paid must be earned back this many times."""
+_PROBES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a run has settled for one kind of GPU."""
+
+    attention: str | None
+    compiled: tuple[str, ...] = ()
+    """Buckets by name."""
+    captured: tuple[str, ...] = ()
+    decodes: tuple[str, ...] = ()
+    """Sizes, as 512x512, whose decoder is compiled."""
+
+    def mode(self, bucket: Bucket) -> str:
+        """What `auto` runs a bucket in."""
+        is_compiled, is_captured = str(bucket) in self.compiled, str(bucket) in self.captured
+        return "compiled+graph" if is_compiled else "graph" if is_captured else "eager"
+
+
+class Tuning:
+    """The choice, made at the first batch."""
+
+    def __init__(self, engine: Engine, device: torch.device, device_name: str, context: Context) -> None:
+        self._engine = engine
+        self._device = device
+        self._name = f"choice-{device_name}"
+        self._context = context
+        self._choice: Choice | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        return self._choice is not None
+
+    def choose(self, bucket: Bucket, num_parameters: int, probe: Callable[[], object]) -> None:
+        """Make or learn the run's choice. It may be measured: `probe` runs one eager evaluation of this bucket."""
+        mine = self._chosen(bucket, num_parameters, probe)
+        self._choice = _choice(self._context.settle(self._name, json.dumps(asdict(mine))))
+        if self._is_auto:
+            self._say(self._choice)
+
+    def mode(self, bucket: Bucket) -> str:
+        """The mode of a bucket."""
+        assert self._choice is not None
+        return self._choice.mode(bucket) if self._is_auto else self._engine.mode
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether anything is: then the weights lie in channels-last order, as compiled convolutions want them."""
+        assert self._choice is not None
+        if self._is_auto:
+            return bool(self._choice.compiled or self._choice.decodes)
+        return "compiled" in self._engine.mode
+
+    def decodes_compiled(self, width: int, height: int) -> bool:
+        """Whether images of a size are decoded by compiled code."""
+        assert self._choice is not None
+        if self._is_auto:
+            return f"{width}x{height}" in self._choice.decodes
+        return "compiled" in self._engine.mode
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """The chosen attention kernels for the time of the block."""
+        with attention(self._choice.attention if self._choice else None, self._device):
+            yield
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._device.type != "cuda"
+
+    @property
+    def _is_auto(self) -> bool:
+        return self._engine.mode == "auto"
+
+    def _chosen(self, bucket: Bucket, num_parameters: int, probe: Callable[[], object]) -> Choice:
+        wanted = None if self._engine.attention == "auto" else self._engine.attention
+        if self._is_cpu or (wanted and not self._is_auto):
+            return Choice(wanted)
+        timed = {name: self._time(name, probe) for name in ([wanted] if wanted else BACKENDS)}
+        fastest = min(timed, key=lambda name: timed[name])
+        times = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in timed.items())
+        self._context.say(f"attention kernels: {fastest} (an eager evaluation of {bucket}: {times})")
+        if not self._is_auto:
+            return Choice(fastest)
+        compile_s = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters
+        return weigh(self._context.work, bucket, timed[fastest], compile_s, fastest)
+
+    def _time(self, name: str, probe: Callable[[], object]) -> float:
+        """Median seconds of an eager evaluation."""
+        with attention(name, self._device):
+            times = []
+            for _ in range(_PROBES + 1):
+                Mark(self._device).wait()
+                started = time.perf_counter()
+                probe()
+                Mark(self._device).wait()
+                times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    def _say(self, choice: Choice) -> None:
+        for bucket, work in self._context.work.items():
+            self._context.say(f"mode {choice.mode(bucket)} for {bucket}: {work.evaluations} evaluations to do")
+        for size in choice.decodes:
+            self._context.say(f"mode compiled for decoding {size}")
+
+
+def weigh(work: Mapping[Bucket, Work], measured: Bucket, measured_s: float, compile_s: float, kernels: str) -> Choice:
+    """What pays: a compile or a capture where the work that is left earns it back.
+
+    `measured_s` is an eager evaluation of one bucket; others are taken to be in proportion to their pixels.
+    """
+    compiled, captured, pixels = [], [], Counter[str]()
+    for bucket, left in work.items():
+        kernel_s = measured_s * bucket.pixels / measured.pixels
+        launch_s = max(0.0, LAUNCH_BOUND_S - kernel_s)
+        capture_s = CAPTURE_EVALUATIONS * (kernel_s + launch_s)
+        saved_s = left.evaluations * (kernel_s * (1 - COMPILED_SHARE) + launch_s)
+        if saved_s > _SURPLUS * (compile_s + capture_s):
+            compiled.append(str(bucket))
+        elif left.evaluations * launch_s > _SURPLUS * capture_s:
+            captured.append(str(bucket))
+        width, height = bucket.group.width, bucket.group.height
+        pixels[f"{width}x{height}"] += left.batches * bucket.size * width * height
+    decodes = [size for size, num in pixels.items() if num * DECODE_GAIN_S > _SURPLUS * DECODE_COMPILE_S]
+    return Choice(kernels, tuple(compiled), tuple(captured), tuple(decodes))
+
+
+def _choice(settled: str) -> Choice:
+    """A choice that a slot holds. Raises UsageError if it is none."""
+    try:
+        fields = json.loads(settled)
+        lists = {name: tuple(map(str, fields[name])) for name in ("compiled", "captured", "decodes")}
+        return Choice(fields["attention"], **lists)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"the modes that this run has settled cannot be read ({error!r}); start a new run") from None
