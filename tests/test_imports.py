@@ -15,7 +15,7 @@ from tests import runs
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
-WITH_TORCH = ("engine/", "models/sd.py", "models/demo/", "models/tokens.py")
+WITH_TORCH = ("engine/", "models/sd.py", "models/demo/", "models/tokens.py", "models/family.py", "models/transfer.py")
 """The only places that may import torch, diffusers or transformers."""
 LAYERS = [
     line.split()
@@ -23,13 +23,14 @@ LAYERS = [
     errors version
     records
     job filesystem
-    generator models.facts models.hashes disk columns names codec metadata carried sources.base
-    models.demo models.pattern models.folder identity ledger cost manifest
+    generator models.facts models.hashes models.transfer disk columns names codec metadata carried sources.base
+    models.demo models.family models.pattern models.folder identity ledger cost manifest
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
-    engine.samplers engine.denoise rejections survey writer modes sources.hub sources.jsonlines sources.tables
-    engine.engine truncation drafts plans
-    balance differences progress stopping importer
-    rundir
+    engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
+    engine.decode engine.denoise engine.prompts engine.tuning sources.tables heart
+    engine.steps truncation drafts plans
+    engine.engine balance differences progress stopping importer
+    rundir making
     publish report
     worker finalize verify
     runner bench
