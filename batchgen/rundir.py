@@ -10,6 +10,7 @@ from pathlib import Path
 
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
+from batchgen.costs import recall
 from batchgen.differences import row_differences
 from batchgen.drafts import Draft, draft, plan_rows
 from batchgen.errors import UsageError
@@ -18,7 +19,7 @@ from batchgen.job import Job
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
-from batchgen.models.folder import facts_of, identity
+from batchgen.models.folder import architecture, facts_of, identity
 from batchgen.planner import Limits
 from batchgen.plans import PlanIndex, PlanReader, freeze, load_index
 from batchgen.rejections import Rejections
@@ -217,7 +218,9 @@ def _check_names(manifest: Manifest) -> None:
 def _cost(job: Job, facts: Facts) -> Cost:
     if job.plan.profile is not None:
         return load_profile(Path(job.plan.profile))
-    return ConservativeModel() if facts.needs_torch else PatternModel()
+    if not facts.needs_torch:
+        return PatternModel()
+    return recall(architecture(job.model)) or ConservativeModel()
 
 
 def _carried_notes(manifest: Manifest) -> list[str]:

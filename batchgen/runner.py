@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from batchgen.balance import Balance, take_balance
+from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads
 from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
@@ -16,6 +17,7 @@ from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger, end, this_process
 from batchgen.making import Maker
+from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
@@ -103,6 +105,9 @@ def _work(
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
         Worker(run, reader, job, ledger, maker, pool, stop, progress, may_wait).work()
+    measured = generator.measurements()
+    if measured:
+        remember(architecture(job.model), generator.versions["device"], measured)
 
 
 def default_directory(manifest: Sequence[str | Path]) -> Path:

@@ -23,8 +23,9 @@ LAYERS = [
     errors version
     records
     job filesystem
+    cost
     generator models.facts models.hashes models.transfer disk columns names codec metadata carried sources.base
-    models.demo models.family models.pattern models.folder identity ledger cost manifest
+    models.demo models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.decode engine.denoise engine.prompts engine.tuning sources.tables heart

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import codec, heart, worker
+from batchgen.cost import Measurement
 from batchgen.encoders import EncoderPool
 from batchgen.errors import Interrupted, RowError, UsageError
 from batchgen.generator import DeviceLost, Dropped, OutOfMemory, Pending
@@ -43,6 +44,9 @@ class Scripted:
 
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         pass
+
+    def measurements(self) -> Sequence[Measurement]:
+        return ()
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         self.asked.append((batch.size, [row.id for row in batch.rows]))
