@@ -82,6 +82,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
+    from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
     from batchgen.stopping import Stop, StopNow, listening
 
@@ -96,7 +97,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
                 may_wait=not no_wait,
                 stop=stop,
                 on_planned=lambda planned: _say_planned(planned, job),
-                on_reading=_reading_bar(),
+                on_reading=reading_bar(),
                 on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
                 progress=_display,
             )
@@ -131,11 +132,12 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
     """
+    from batchgen.progress import reading_bar
     from batchgen.report import plan_facts, plan_text
     from batchgen.rundir import plan_manifest
 
     job = _job(options)
-    planned = plan_manifest(manifest, job, _reading_bar())
+    planned = plan_manifest(manifest, job, reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return
@@ -306,23 +308,6 @@ def _say_planned(planned: Planned, job: Job) -> None:
 
     _say_notes(planned)
     _say(plan_text(planned.draft, job))
-
-
-def _reading_bar() -> Callable[[int, int], None]:
-    """A bar for the reading of large manifests."""
-    from tqdm import tqdm
-
-    bars: list[tqdm[NoReturn]] = []
-
-    def read(rows: int, total: int) -> None:
-        if not bars:
-            is_hidden = not sys.stderr.isatty()
-            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
-        bars[0].update(rows)
-        if bars[0].n >= total:
-            bars[0].close()
-
-    return read
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from batchgen.identity import row_digests
 from batchgen.metadata import CARRIED
+from batchgen.wording import listed, shorten
 
 SHOWN = 5
 _KEY = ("id", "image_number")
@@ -79,9 +80,8 @@ def _rows(tables: Tables, keys: U64) -> dict[int, dict[str, Any]]:
 def _counted(what: str, keys: U64, rows: dict[int, dict[str, Any]]) -> str:
     if not len(keys):
         return ""
-    shown = ", ".join(_name(rows[key]) for key in keys[:SHOWN].tolist())
-    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-    return f"{what}: {len(keys)} ({shown}{more})"
+    shown = [_name(rows[key]) for key in keys[:SHOWN].tolist()]
+    return f"{what}: {len(keys)} ({listed(shown, len(keys))})"
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -98,5 +98,4 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(repr(value), 60)

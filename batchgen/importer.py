@@ -22,6 +22,7 @@ from batchgen.sources.base import Source
 from batchgen.sources.hub import HubTable
 from batchgen.sources.jsonlines import JsonLines
 from batchgen.sources.tables import Table
+from batchgen.wording import listed
 
 _READERS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": Table,
@@ -127,8 +128,7 @@ def _refuse_twins(names: list[str], sentence: str) -> None:
 
 
 def _found(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:30]))
-    return f"its columns are {shown}" + (f" and {len(names) - 30} more" if len(names) > 30 else "")
+    return f"its columns are {listed(list(map(repr, names[:30])), len(names))}"
 
 
 def _nearest(names: list[str]) -> str:

@@ -29,6 +29,7 @@ class Model(_Table):
     path: str = "demo"
     """"pattern", "demo", a local diffusers folder or a hub id."""
     revision: str | None = None
+    """Branch, tag or commit of a hub id; None is its main branch."""
     variant: str | None = None
     """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -62,8 +63,11 @@ class Plan(_Table):
     profile: str | None = None
     """JSON file of measured seconds for this GPU and model."""
     size_policy: Literal["strict", "round"] = "strict"
+    """Whether a size that the model cannot do is a bad row or becomes the nearest one that it can."""
     on_bad_row: Literal["stop", "skip"] = "stop"
+    """Whether a row that cannot be made as asked ends the run or goes into `rejected.parquet`."""
     on_truncate: Literal["warn", "error"] = "warn"
+    """Whether prompts longer than the model reads are cut and counted, or refused."""
 
 
 class Engine(_Table):
@@ -85,6 +89,7 @@ class Output(_Table):
     """`[output]`: what is written."""
 
     format: Literal["files", "webdataset", "parquet"] = "files"
+    """A folder, a tar or a Parquet file for each part."""
     image: Literal["png", "jpeg", "webp"] = "png"
     quality: Annotated[int, Field(ge=1, le=100)] = 95
     """Of jpeg and webp; png knows none."""
@@ -98,9 +103,14 @@ class Run(_Table):
     """`[run]`: how workers behave."""
 
     grace_s: Annotated[float, Field(gt=0)] = 25.0
+    """Seconds from a stop signal to the last commit."""
     commit_every_s: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds of work, at most one batch over, that are committed together: what a SIGKILL costs."""
     stale_after_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a heartbeat, by the file system's clock, after which a worker is thought dead."""
     max_deaths: _PositiveInt = 3
+    """Owners of a shard that die in a row, without a commit, until its rows are made one by one; as many more, and
+    the row at work fails."""
 
 
 class Job(_Table):

@@ -102,7 +102,7 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
     except BatchgenError as error:
         faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
     faults += [_fault(row, "missing") for name, row in rows.items() if name not in seen]
-    if not faults and part_digest(published(run, receipt))[2] != receipt.part_sha256:
+    if not faults and part_digest(published(run, receipt))[1] != receipt.part_sha256:
         what = "altered: its images are whole, what lies beside them is not"
         faults.append(Fault(f"data/{receipt.part}", "", 0, what))
     return faults, len(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,23 @@ def test_any_option_is_taken_or_refused_in_a_sentence(override: str) -> None:
         load_job(None, [override])
     except UsageError as error:
         assert override.partition("=")[0].strip().partition(".")[0] in str(error) or repr(override) in str(error)  # noqa: PT017
+
+
+def test_the_example_of_all_keys_has_every_key_with_its_default(tmp_path: Path) -> None:
+    """What stands in it is the default; what is commented out has none, and is a value that loads."""
+    text = (Path(__file__).parent.parent / "jobs" / "all.toml").read_text(encoding="utf-8")
+    given, unset = tomllib.loads(text), tomllib.loads(re.sub(r"(?m)^# (?=\w+ = )", "", text))
+    assert {f"{table}.{key}" for table in unset for key in unset[table]} == {*keys(), "columns.prompt"}
+    path = tmp_path / "all.toml"
+    path.write_text(text, encoding="utf-8")
+    assert load_job(path) == load_job()
+    path.write_text(re.sub(r"(?m)^# (?=\w+ = )", "", text), encoding="utf-8")
+    job = load_job(path)
+    for name in keys():
+        table, key = name.split(".")
+        is_default = value_at(job, name) == value_at(load_job(), name)
+        assert is_default == (key in given[table]), name
+        assert is_default or value_at(load_job(), name) is None, name
 
 
 def test_later_options_win_and_options_win_over_the_file(tmp_path: Path) -> None:
