@@ -263,8 +263,10 @@ def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = f
     """The batches of a shard's table, without the rows of `skip` (by index); batches left empty are not there."""
     number = shard["batch"].to_numpy()
     edges = np.append(np.flatnonzero(np.append(True, number[1:] != number[:-1])), len(number)).tolist()
+    # Python cannot hold the values of every carried column: dates of the year 12000, say.
+    own = shard.select([name for name in shard.schema.names if not name.startswith(CARRIED)])
     for start, end in pairwise(edges):
-        lines = shard.slice(start, end - start).to_pylist()
+        lines = own.slice(start, end - start).to_pylist()
         rows = tuple(_row(start + place, one) for place, one in enumerate(lines) if start + place not in skip)
         if rows:
             yield Batch(lines[0]["batch"], lines[0]["batch_size"], groups[lines[0]["group"]], rows)
