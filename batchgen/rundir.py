@@ -91,6 +91,7 @@ def plan_manifest(
     _check_names(manifest)
     rejections = Rejections(manifest)
     surveyed = survey(manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows))
+    manifest.check_unchanged()
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
     limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)

@@ -23,7 +23,7 @@ LAYERS = [
     errors version
     records
     job filesystem
-    generator models.facts models.hashes disk columns names codec metadata carried sources.base
+    generator manifest_files models.facts models.hashes disk columns names codec metadata carried sources.base
     models.demo models.pattern models.folder identity ledger cost manifest
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
     engine.samplers engine.denoise rejections survey writer modes sources.hub sources.jsonlines sources.tables
