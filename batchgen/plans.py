@@ -34,7 +34,7 @@ from batchgen.rejections import Rejections
 from batchgen.spill import Reorder, part_bounds
 
 SHARDS_PER_FILE = 1_000
-FILE_BYTES = 256 * 2**20
+FILE_BYTES = 64 * 2**20
 """A plan file's shards, at most, and about their bytes in memory."""
 REJECTED = "rejected.parquet"
 WRITERS = 2
