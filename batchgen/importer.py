@@ -31,10 +31,7 @@ _READERS: Mapping[str, Callable[[Path], Source]] = {
     ".jsonl": JsonLines,
 }
 _ALLOWED = f"{', '.join(_READERS)}, a data set's folder, or its name on the Hugging Face hub"
-_TABLE_SUFFIXES = frozenset(
-    ".parquet .json .ndjson .xls .xlsx .ods .arrow .feather .orc .avro .db .sqlite .gz .zip .bz2 .xz .zst .7z .yaml "
-    ".yml .xml .html .md".split()
-)
+_TABLE_SUFFIXES = frozenset([".parquet", ".json", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".gz", ".zip", ".zst"])
 """Files of tables that are not read: a name that ends so is none of a data set on the hub."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _SEPARATORS = {
