@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
 
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 def main() -> NoReturn:
     """The program: exit codes as the README lists them, no traceback for a user's mistake."""
     try:
+        _check_words(sys.argv[1:])
         cli.main(prog_name="batchgen", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -275,13 +277,19 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _check_words(words: list[str]) -> None:
+    for word in words:
+        if not is_utf8(word):
+            raise UsageError(f"the argument {word!r} is not UTF-8; rename what it names")
+
+
 def _job(options: dict[str, Any]) -> Job:
     from batchgen.job import load_job
 
-    short = [
-        f"{_SHORT_FORMS[name]}={json.dumps(options[name])}" for name in _SHORT_FORMS if options.get(name) is not None
-    ]
-    return load_job(options["job_file"], [*short, *options["overrides"]])
+    given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
+    short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
+    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
+    return load_job(options["job_file"], [*short, *options["overrides"]], flags)
 
 
 def _columns(pairs: tuple[str, ...]) -> dict[str, str]:

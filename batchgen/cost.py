@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Protocol
 
-from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from batchgen.errors import UsageError
 from batchgen.records import Group
@@ -81,16 +81,19 @@ class PatternModel:
         return max_batch_unmeasured(group)
 
 
+_Count = Annotated[int, Field(gt=0, lt=2**31)]
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One line of a profile."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    width: PositiveInt
-    height: PositiveInt
+    width: _Count
+    height: _Count
     is_guided: bool
-    batch_size: PositiveInt
+    batch_size: _Count
     fixed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     evaluation_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     peak_bytes: PositiveInt | None = None
@@ -165,7 +168,7 @@ def load_profile(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, ('measurements', *first['loc'])))}: {first['msg']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = repr(error)
     raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {what}")
 

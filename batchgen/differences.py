@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.columns import plain
 from batchgen.identity import row_digests
 from batchgen.metadata import CARRIED
 from batchgen.wording import listed, shorten
@@ -73,7 +74,9 @@ def _rows(tables: Tables, keys: U64) -> dict[int, dict[str, Any]]:
     for table in tables() if len(keys) else ():
         here = _digest(table, list(_KEY))
         places = np.flatnonzero(np.isin(here, keys))
-        found |= zip(here[places].tolist(), table.take(places).to_pylist(), strict=True)
+        columns = {name: plain(table[name].take(places).combine_chunks()).to_pylist() for name in table.schema.names}
+        lines = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        found |= zip(here[places].tolist(), lines, strict=True)
     return found
 
 
@@ -85,7 +88,7 @@ def _counted(what: str, keys: U64, rows: dict[int, dict[str, Any]]) -> str:
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
-    names = [name for name in old | new if name not in _NOT_ASKED and old.get(name) != new.get(name)]
+    names = [name for name in old | new if name not in _NOT_ASKED and repr(old.get(name)) != repr(new.get(name))]
     changes = [
         f"{name.removeprefix(CARRIED)} {_shown(old.get(name))} there, {_shown(new.get(name))} now" for name in names
     ]

@@ -49,6 +49,15 @@ def resumable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def is_utf8(name: str | Path) -> bool:
+    """Whether a name can be written down: Python reads the bytes of one that is not UTF-8 as halves of characters."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class FileStat:
     """Size in bytes and change time in seconds of the file system's clock."""

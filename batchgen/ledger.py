@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -45,8 +46,9 @@ class Owner:
 def this_process() -> Owner:
     """The running process as an owner, with a fresh token."""
     environment = os.environ
-    array_job = environment.get("SLURM_ARRAY_JOB_ID")
-    job_id = f"{array_job}_{environment['SLURM_ARRAY_TASK_ID']}" if array_job else environment.get("SLURM_JOB_ID", "")
+    array_job, task = (environment.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
+    job_id = f"{array_job}_{task}" if array_job and task else environment.get("SLURM_JOB_ID", "")
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
     return Owner(
         token=secrets.token_hex(8),
         host=socket.gethostname(),
@@ -55,7 +57,7 @@ def this_process() -> Owner:
         pid=os.getpid(),
         start_time=start_time(os.getpid()),
         job_id=job_id,
-        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        restart_count=int(restarts) if re.fullmatch("[0-9]{1,9}", restarts) else 0,
     )
 
 

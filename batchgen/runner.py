@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 
 from batchgen.balance import Balance, take_balance
@@ -112,7 +114,7 @@ def _work(
 
 def default_directory(manifest: Sequence[str | Path]) -> Path:
     """`<manifest's name>-out` in the current folder. Raises UsageError where several files leave no one name."""
-    if len(manifest) != 1 or any(letter in str(manifest[0]) for letter in "*?["):
+    if len(manifest) != 1 or (has_magic(str(manifest[0])) and not os.path.lexists(manifest[0])):
         raise UsageError("several manifest files or a pattern were named; say where the results go with -o DIR")
     name = Path(manifest[0]).resolve().name
     return Path(f"{name.removesuffix('.parquet')}-out")

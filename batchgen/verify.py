@@ -24,6 +24,8 @@ from batchgen.writer import pixel_sha256
 
 _OWN_TABLES = frozenset({"metadata.parquet"})
 """What lies in `data/` beside parts: the image folder's table."""
+_CHECKED = ("status", "id", "image_number", "file_name", "bytes", "sha256", "format", "pixel_sha256")
+"""Columns of a row table that images are held against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
         path = ledger.table_path(receipt.shard, receipt.epoch)
         if hashlib.sha256(path.read_bytes()).hexdigest() != receipt.table_sha256:
             return [Fault(f".run/work/{path.name}", "", 0, "altered: its sha256 is another one")], 0
-        table = pq.read_table(path)
+        table = pq.read_table(path, columns=list(_CHECKED))
     except (OSError, ValueError) as error:
         return [Fault(f"data/{receipt.part}", "", 0, f"unreadable: its row table or itself is gone ({error})")], 0
     rows = {Path(one["file_name"]).name: one for one in table.filter(pc.field("status") == "ok").to_pylist()}

@@ -24,7 +24,7 @@ LAYERS = [
     records
     job filesystem
     cost
-    generator models.facts models.hashes models.transfer disk columns names codec metadata carried sources.base
+    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried sources.base
     models.demo models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines

@@ -213,6 +213,13 @@ def test_a_process_that_waits_to_be_reaped_has_ended() -> None:
         ({}, "", 0),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, "17", 2),
         ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3", 0),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17"}, "19", 0),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": ""}, "19", 0),
+        ({"SLURM_ARRAY_JOB_ID": "17"}, "", 0),
+        ({"SLURM_RESTART_COUNT": ""}, "", 0),
+        ({"SLURM_RESTART_COUNT": "many"}, "", 0),
+        ({"SLURM_RESTART_COUNT": "-1"}, "", 0),
+        ({"SLURM_RESTART_COUNT": "9" * 5000}, "", 0),
     ],
 )
 def test_this_process_says_who_it_is(
