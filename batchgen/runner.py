@@ -17,10 +17,11 @@ from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
-from batchgen.ledger import Ledger, end, this_process
+from batchgen.ledger import Ledger
 from batchgen.making import Maker
 from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
+from batchgen.owners import end, this_process
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run

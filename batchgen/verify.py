@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +53,17 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
     """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
     index = run.index()
     ledger = Ledger(run.root, run.files)
-    receipts = [one for state in ledger.states(index.shards) for one in state.committed]
     faults: list[Fault] = []
-    num_images = 0
-    for fault, images in _spread(lambda receipt: _check_part(run, ledger, receipt), receipts):
+    num_images, known = 0, set(_OWN_TABLES)
+
+    def check(receipt: Receipt) -> tuple[list[Fault], int]:
+        known.add(receipt.part)
+        return _check_part(run, ledger, receipt)
+
+    for fault, images in _spread(check, ledger.committed(index.shards)):
         faults += fault
         num_images += images
         on_progress(images)
-    known = {receipt.part for receipt in receipts} | _OWN_TABLES
     for name in run.files.names(run.data):
         if name not in known:
             faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it"))
@@ -68,7 +71,7 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
 
 
 def _spread(
-    check: Callable[[Receipt], tuple[list[Fault], int]], receipts: list[Receipt]
+    check: Callable[[Receipt], tuple[list[Fault], int]], receipts: Iterable[Receipt]
 ) -> Iterator[tuple[list[Fault], int]]:
     """`check` of each receipt, in order, on a thread per core with a bounded number under way."""
     threads = len(os.sched_getaffinity(0))

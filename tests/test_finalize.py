@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,7 +24,8 @@ from batchgen import spill
 from batchgen.balance import Balance, take_balance
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.finalize import SUCCESS, finalize
-from batchgen.ledger import Ledger, this_process
+from batchgen.ledger import Ledger
+from batchgen.owners import this_process
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
@@ -363,3 +365,11 @@ def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"is no run directory \(it has no plan, .run/plan/0.json\)"):
             call(RunDirectory(tmp_path))
     assert finalize_module.SUCCESS not in os.listdir(tmp_path)
+
+
+def test_another_run_in_a_folder_of_the_same_name_is_read_afresh(tmp_path: Path) -> None:
+    """`datasets` keeps what it has read under the folder's name."""
+    for number in (1, 2):
+        run, _ = finished(tmp_path / str(number), {"id": ["a"], "prompt": ["a fox"], "seed": [number]})
+        read = datasets.load_dataset(str(run.path), split="train", cache_dir=str(tmp_path / "cache"))
+        assert read["seed"] == [str(number)]

@@ -22,9 +22,10 @@ LAYERS = [
     for line in """
     errors version wording
     records
-    job filesystem
+    job filesystem owners
     cost
-    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried sources.base
+    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
+    sources.base
     models.demo models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.sd checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
@@ -42,8 +43,6 @@ LAYERS = [
 UNLAYERED = {"", "models", "engine", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
-LONGER = {"ledger": 358}
-"""Modules over the cap: they may only shrink."""
 LATE = {"generator": {"models.pattern", "engine.engine"}}
 """What opens a model imports it by name when it is asked for."""
 
@@ -112,4 +111,4 @@ def test_imports_go_one_way() -> None:
 def test_modules_are_short() -> None:
     """Long ones do two jobs."""
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules().items()}
-    assert {name: count for name, count in lines.items() if count > LONGER.get(name, MOST_LINES)} == {}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}

@@ -24,16 +24,13 @@ from batchgen.ledger import (
     COMMITTED,
     RELEASED,
     Ledger,
-    Owner,
     Receipt,
     ShardState,
     Suspicion,
-    gone_because,
-    start_time,
     stem,
-    this_process,
     unstem,
 )
+from batchgen.owners import Owner, gone_because, start_time, this_process
 from tests.plans import folder
 
 ME = this_process()
@@ -170,7 +167,7 @@ def test_deaths_make_suspects_and_commits_clear_them(kinds: str, is_row_by_row: 
 SCRIPT = """
 import json
 from dataclasses import asdict
-from batchgen.ledger import this_process
+from batchgen.owners import this_process
 print(json.dumps(asdict(this_process())))
 """
 

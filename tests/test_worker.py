@@ -22,9 +22,10 @@ from batchgen.encoders import EncoderPool
 from batchgen.errors import Interrupted, RowError, UsageError
 from batchgen.generator import DeviceLost, Dropped, OutOfMemory, Pending
 from batchgen.heart import Heart
-from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt, this_process
+from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt
 from batchgen.making import Maker
 from batchgen.models.pattern import paint
+from batchgen.owners import this_process
 from batchgen.plans import PlanReader, batches
 from batchgen.records import Batch, Failure, Image, Outcome, Row
 from batchgen.stopping import Stop
