@@ -191,9 +191,11 @@ class FileSystem:
         two = one.with_suffix(".link")
         self.write(one, b"probe")
         try:
-            with resumable(folder):
-                os.link(one, two)
+            os.link(one, two)
         except OSError as error:
+            if error.errno in _RESUMABLE:
+                with resumable(folder):
+                    raise
             raise UsageError(
                 f"{folder}: this file system cannot link files ({error.strerror}), which batchgen needs to decide "
                 "who makes what; put the run directory on another one (NFS, Lustre, GPFS and local disks do)"

@@ -13,6 +13,7 @@ import torch
 from batchgen.engine import steps
 from batchgen.engine.engine import Engine
 from batchgen.generator import Context
+from batchgen.models.family import Network
 from batchgen.records import Image, Row
 from tests import tiny
 
@@ -191,3 +192,24 @@ def test_offloaded_encoders_make_the_same_pixels(eager: Run) -> None:
     offloaded.engine.prepare([batch], tiny.never)
     for one, two in zip(offloaded.make(mixed("ddim")), eager.make(mixed("ddim")), strict=True):
         assert np.array_equal(one.pixels, two.pixels)
+
+
+def test_a_decode_that_does_not_fit_frees_the_graphs_and_then_halves_its_chunk(
+    eager: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, sizes = Run("graph"), []
+    right = graph.engine.model.decode
+
+    def decode(decoder: Network, latents: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(latents))
+        if len(latents) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return right(decoder, latents)
+
+    monkeypatch.setattr(graph.engine.model, "decode", decode)
+    made = graph.make(mixed("ddim"))
+    assert sizes == [4, 4, 2, 1, 1, 1], "with the graphs, without them, halved, halved again"
+    assert [one.retries for one in made] == [0, 0, 0]
+    for one, wanted in zip(made, eager.make(mixed("ddim")), strict=True):
+        assert np.abs(one.pixels.astype(int) - wanted.pixels.astype(int)).max() <= 1
+    assert sum("at once does not fit" in line for line in graph.said) == 2

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from batchgen.cost import Measurement
-from batchgen.engine.decode import Decoder, Fault
+from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
@@ -91,9 +91,7 @@ class Engine:
         marks.append(Mark(self.device))
         latents, mode = self.denoise(batch, conditioning, should_drop)
         marks.append(Mark(self.device))
-        with self._tuning.kernels():
-            is_compiled = self._tuning.decodes_compiled(batch.group.width, batch.group.height)
-            decoding = self._decoder.start(latents, is_compiled=is_compiled)
+        decoding = self._decode(batch.group, latents)
         marks.append(Mark(self.device))
         is_steady = num_captures == len(self.steps.captures)
         counts = self._count(batch)
@@ -160,6 +158,18 @@ class Engine:
                 mode = self._tuning.mode(bucket)
                 latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
         return latents[: len(batch.rows)], mode
+
+    def _decode(self, group: Group, latents: Tensor) -> Decoding:
+        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch would
+        not help, since chunks are padded."""
+        is_compiled = self._tuning.decodes_compiled(group.width, group.height)
+        while True:
+            try:
+                with self._tuning.kernels():
+                    return self._decoder.start(latents, is_compiled=is_compiled)
+            except torch.OutOfMemoryError:
+                if not self.steps.free() and not self._decoder.shrink():
+                    raise
 
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
         """Settle the modes, at the first batch, and order the weights as they want them."""
