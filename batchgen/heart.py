@@ -9,6 +9,7 @@ from typing import Self
 from batchgen.ledger import Ledger
 
 PERIOD_S = 30.0
+MIN_PERIOD_S = 0.01
 
 
 class Heart:
@@ -18,7 +19,7 @@ class Heart:
     def __init__(self, ledger: Ledger, shard: int, stale_after_s: float) -> None:
         self._ledger = ledger
         self._shard = shard
-        self._period_s = min(PERIOD_S, stale_after_s / 4)
+        self._period_s = max(MIN_PERIOD_S, min(PERIOD_S, stale_after_s / 4))
         self._epoch: int | None = None
         self._error: Exception | None = None
         self._ended = threading.Event()

@@ -81,7 +81,9 @@ class Rejections:
                 faults["fault_list"].slice(start, end - start).combine_chunks(),
             ]
             if len(rows):
-                yield pa.table([*own, *batch.take(pa.array(rows - first_row)).columns], schema=schema)
+                # By slices: not every type can be taken by index.
+                kept = pa.Table.from_batches([batch.slice(row, 1) for row in (rows - first_row).tolist()])
+                yield pa.table([*own, *kept.columns], schema=schema)
             first_row += batch.num_rows
 
 

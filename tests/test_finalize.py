@@ -309,7 +309,7 @@ def test_a_run_of_bad_rows_alone_is_finished(tmp_path: Path) -> None:
 
 
 SMALL = {"id": ["a", "b", "c"], "prompt": ["one", "two", "three"], "width": [128, 64, 64]}
-SMALL_OPTIONS = ("plan.shard_images=1", "plan.max_batch=1", "run.stale_after_s=0.000001", "output.encoders=1")
+SMALL_OPTIONS = ("plan.shard_images=1", "plan.max_batch=1", "output.encoders=1")
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -388,6 +388,7 @@ def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:
 def test_another_run_in_a_folder_of_the_same_name_is_read_afresh(tmp_path: Path) -> None:
     """`datasets` keeps what it has read under the folder's name."""
     for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
         run, _ = finished(tmp_path / str(number), {"id": ["a"], "prompt": ["a fox"], "seed": [number]})
         read = datasets.load_dataset(str(run.path), split="train", cache_dir=str(tmp_path / "cache"))
         assert read["seed"] == [str(number)]

@@ -160,8 +160,8 @@ class Engine:
         return latents[: len(batch.rows)], mode
 
     def _decode(self, group: Group, latents: Tensor) -> Decoding:
-        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch would
-        not help, since chunks are padded."""
+        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch
+        would not help, since chunks are padded."""
         is_compiled = self._tuning.decodes_compiled(group.width, group.height)
         while True:
             try:
@@ -176,12 +176,13 @@ class Engine:
         if self._tuning.is_settled:
             return
         model = self.model
-        latents = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]).to(self.device)
-        timesteps = torch.full((len(rows),), 500.0, device=self.device)
-        num_parameters = sum(parameter.numel() for parameter in model.network.parameters())
-        self._tuning.choose(
-            bucket, num_parameters, lambda: model.predict(model.network, latents, timesteps, conditioning)
-        )
+
+        def probe() -> None:
+            latents = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]).to(self.device)
+            timesteps = torch.full((len(rows),), 500.0, device=self.device)
+            model.predict(model.network, latents, timesteps, conditioning)
+
+        self._tuning.choose(bucket, sum(parameter.numel() for parameter in model.network.parameters()), probe)
         if self._tuning.is_compiled:
             for network in (model.network, model.vae):
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
