@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchgen.errors import counted
 from batchgen.ledger import Ledger, ShardState, gone_because, stem, this_process
 from batchgen.plans import PlanIndex
 
@@ -57,7 +58,7 @@ class Balance:
         if not self.cut:
             return ""
         return (
-            f"{self.cut} of the images were made of prompts that were cut, because the model reads no more "
+            f"{counted(self.cut, 'image')} made of prompts that were cut, because the model reads no more "
             "(tokens_dropped in the metadata; --on-truncate error refuses such prompts)"
         )
 

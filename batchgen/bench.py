@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.errors import counted
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.plans import PlanReader, batches, freeze
@@ -67,7 +68,7 @@ class PlanBench:
     versions: dict[str, str]
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.rows:,} rows in {self.manifest_bytes / 1e6:,.0f} MB, {self.cores} cores"
+        yield f"{counted(self.rows, 'row')} in {self.manifest_bytes / 1e6:,.0f} MB, {self.cores} cores"
         yield f"check, identify, group and cut  {self.check_and_cut_s:7.1f} s"
         yield f"freeze the plan                 {self.freeze_s:7.1f} s  ({self.plan_bytes / 1e6:,.0f} MB)"
         yield f"total                           {self.total_s:7.1f} s"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.errors import BatchgenError, Interrupted, UsageError, counted
 from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
 
@@ -111,8 +111,8 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
         _say(
-            f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
-            f"{holder.heartbeat_age_s:.0f} s ago"
+            f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
+            f"heard {holder.heartbeat_age_s:.0f} s ago"
         )
     if ending.balance.cut:
         _say(ending.balance.cut_note())
@@ -187,7 +187,7 @@ def verify(directory: Path) -> NoReturn:
     for fault in found.faults:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
-    click.echo(f"{found.num_images} images read, {len(found.faults)} faults")
+    click.echo(f"{counted(found.num_images, 'image')} read, {counted(len(found.faults), 'fault')}")
     sys.exit(3 if found.faults else 0)
 
 
@@ -256,7 +256,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
     imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
     for note in imported.notes:
         _say(note)
-    click.echo(f"{imported.rows} rows in {out}, columns {', '.join(imported.columns)}")
+    click.echo(f"{counted(imported.rows, 'row')} in {out}, columns {', '.join(imported.columns)}")
 
 
 def main() -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, counted
 from batchgen.job import Job
 from batchgen.survey import Survey
 
@@ -34,7 +34,7 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
     if num_found:
         more = f"\n  … and {num_found - SHOWN} more" if num_found > SHOWN else ""
         raise UsageError(
-            f"{num_found} prompts are longer than the model reads (rows count from 0):\n"
+            f"{counted(num_found, 'prompt')} longer than the model reads (rows count from 0):\n"
             + "\n".join(found)
             + more
             + "\nShorten them, or let them be cut with --on-truncate warn (metadata counts the dropped tokens)"
