@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from batchgen.ledger import Ledger, ShardState, stem
 from batchgen.owners import gone_because, this_process
 from batchgen.plans import PlanIndex
+from batchgen.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Balance:
         if not self.cut:
             return ""
         return (
-            f"{self.cut} of the images were made of prompts that were cut, because the model reads no more "
+            f"{counted(self.cut, 'image')} made of prompts that were cut, because the model reads no more "
             "(tokens_dropped in the metadata; --on-truncate error refuses such prompts)"
         )
 

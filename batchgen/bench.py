@@ -22,6 +22,7 @@ from batchgen.job import load_job
 from batchgen.plans import PlanReader, batches, freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
+from batchgen.wording import counted
 
 _SIDES = (
     (512, (2048, 1984, 1920, 1856)),
@@ -66,7 +67,7 @@ class PlanBench:
     versions: dict[str, str]
 
     def lines(self) -> Iterator[str]:
-        yield f"{self.rows:,} rows in {self.manifest_bytes / 1e6:,.0f} MB, {self.cores} cores"
+        yield f"{counted(self.rows, 'row')} in {self.manifest_bytes / 1e6:,.0f} MB, {self.cores} cores"
         yield f"check, identify, group and cut  {self.check_and_cut_s:7.1f} s"
         yield f"freeze the plan                 {self.freeze_s:7.1f} s  ({self.plan_bytes / 1e6:,.0f} MB)"
         yield f"total                           {self.total_s:7.1f} s"

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.carried import as_text, is_folder_readable
+from batchgen.wording import counted
 
 _DATA_FILES = {"files": "data/**", "webdataset": "data/*.tar", "parquet": "data/*.parquet"}
 """By `[output] format`. Always with a named split: left to itself, `datasets` makes splits of file names that
@@ -26,7 +27,7 @@ configs:
 ---
 # {name}
 
-{num_images:,} images made by batchgen {version} with the model `{model}`{failures}
+{images} made by batchgen {version} with the model `{model}`{failures}
 
 ```python
 from datasets import load_dataset
@@ -58,11 +59,11 @@ def card(
     return _TEMPLATE.format(
         name=_one_line(name),
         data_files=_DATA_FILES[output_format],
-        num_images=num_images,
+        images=counted(num_images, "image"),
         version=version,
         digest=digest[:16],
         model=_one_line(model).replace("`", "'"),
-        failures=f"; {num_failed:,} rows failed, see `failures.parquet`." if num_failed else ".",
+        failures=f"; {counted(num_failed, 'row')} failed, see `failures.parquet`." if num_failed else ".",
         format_note=_FORMAT_NOTES[output_format],
     )
 

@@ -151,6 +151,7 @@ class _Check:
         steps = self._count("steps", job.steps or facts.steps)
         num_images = self._count("num_images", job.num_images)
         sampler = self._sampler(job.sampler or facts.sampler)
+        self._refuse_impossible(steps, sampler)
         seed, has_seed = self._seed()
         id_texts = self._ids()
         for column in (name for name in self.columns if name not in PARAMETERS):
@@ -160,10 +161,23 @@ class _Check:
             asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images,
         )  # fmt: skip
 
-    def _refuse(self, column: str, is_bad: Bools, rule: str) -> None:
-        """Note the rule for every row of the mask that has broken none in this column before."""
+    def _refuse_impossible(self, steps: Ints, sampler: npt.NDArray[np.int32]) -> None:
+        """Refuse the good rows whose sampler cannot make their number of steps."""
+        pairs = np.where(self.is_good, (sampler.astype(np.int64) << 16) | steps, -1)
+        for pair in (one for one in np.unique(pairs).tolist() if one >= 0):
+            name, number = self.rules.samplers[pair >> 16], pair & 0xFFFF
+            known = self.rules.facts.sampler_facts(name)
+            if not known.makes(number):
+                most = self.rules.limits["steps"]
+                near = min(filter(known.makes, range(1, most + 1)), key=lambda one: abs(one - number), default=0)
+                hint = f"the nearest number that can is {near}" if near else "nor can any other number"
+                rule = f"cannot be made: {number} steps of {name} do not fit this model's schedule; {hint}"
+                self._refuse("steps", pairs == pair, rule, str(number))
+
+    def _refuse(self, column: str, is_bad: Bools, rule: str, default: str = "None") -> None:
+        """Note the rule for every row of the mask. `default` is the value where the manifest has no such column."""
         for row in np.flatnonzero(is_bad):
-            value = shown(self.columns[column][int(row)]) if column in self.columns else "None"
+            value = shown(self.columns[column][int(row)]) if column in self.columns else default
             self.bad.append(BadCell(self.first_row + int(row), column, value, rule))
         self.is_good &= ~is_bad
 
@@ -174,7 +188,7 @@ class _Check:
         self._refuse(column, is_bad, f"must be UTF-8 text; the column's type is {self.columns[column].type}")
         given = is_given(self.columns[column])
         if is_required:
-            self._refuse(column, ~given, "must not be null")
+            self._refuse(column, ~given, "must be text")
         return values if default is None else values.fill_null(default)
 
     def _negative_prompt(self, guidance: npt.NDArray[np.float64]) -> pa.Array:
@@ -258,7 +272,9 @@ class _Check:
             column = column.cast(pa.large_string())
         values, is_bad = texts(column)
         self._refuse("id", is_bad, f"must be text or a whole number; the column's type is {column.type}")
-        self._refuse("id", ~is_given(column), "must not be null: give every row an id, or drop the column")
+        self._refuse(
+            "id", ~is_given(column), "must be text or a whole number: give every row an id, or drop the column"
+        )
         return values
 
 

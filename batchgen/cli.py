@@ -16,6 +16,7 @@ import click
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
+from batchgen.wording import counted
 
 if TYPE_CHECKING:
     from batchgen.balance import Balance
@@ -112,8 +113,8 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
         _say(
-            f"{holder.rows} rows of shard {holder.shard} are held by process {holder.pid} on {holder.host}, heard "
-            f"{holder.heartbeat_age_s:.0f} s ago"
+            f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
+            f"heard {holder.heartbeat_age_s:.0f} s ago"
         )
     if ending.balance.cut:
         _say(ending.balance.cut_note())
@@ -189,7 +190,7 @@ def verify(directory: Path) -> NoReturn:
     for fault in found.faults:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
-    click.echo(f"{found.num_images} images read, {len(found.faults)} faults")
+    click.echo(f"{counted(found.num_images, 'image')} read, {counted(len(found.faults), 'fault')}")
     sys.exit(3 if found.faults else 0)
 
 
@@ -258,7 +259,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
     imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
     for note in imported.notes:
         _say(note)
-    click.echo(f"{imported.rows} rows in {out}, columns {', '.join(imported.columns)}")
+    click.echo(f"{counted(imported.rows, 'row')} in {out}, columns {', '.join(imported.columns)}")
 
 
 def main() -> NoReturn:

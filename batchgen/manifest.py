@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from batchgen.carried import holds
 from batchgen.columns import as_type, is_text, replaced, without_views
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, listed
 from batchgen.manifest_files import FileIdentity, find_files
 
 PARAMETERS = (
@@ -71,9 +72,13 @@ class Manifest:
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All rows in order. Carried columns have one type in all batches, ours that of their file: they are read as
         exactly as they were written. Columns that a file lacks are null. Raises UsageError for a damaged file."""
+        fields = list(self.schema)
         for path in self.files:
             for batch in self._read(path):
-                arrays = [self._column(name, batch, path) for name in self.schema.names]
+                found = dict(zip(batch.schema.names, batch.columns, strict=True))
+                arrays = [
+                    self._column(field, found.get(self.sources[field.name]), batch.num_rows, path) for field in fields
+                ]
                 yield pa.RecordBatch.from_arrays(arrays, names=self.schema.names)
 
     def _read(self, path: Path) -> Iterator[pa.RecordBatch]:
@@ -86,19 +91,18 @@ class Manifest:
             self.check_unchanged()
             raise UsageError(f"{path} cannot be read beyond row {num_read}: it is damaged ({error})") from None
 
-    def _column(self, name: str, batch: pa.RecordBatch, path: Path) -> pa.Array:
-        source, kind = self.sources[name], self.schema.field(name).type
-        if source not in batch.schema.names:
-            return pa.nulls(batch.num_rows, kind)
-        column = batch.column(source)
+    def _column(self, field: pa.Field, column: pa.Array | None, num_rows: int, path: Path) -> pa.Array:
+        name, kind = field.name, field.type
+        if column is None:
+            return pa.nulls(num_rows, kind)
         if name in PARAMETERS:
             return column
         try:
             return as_type(column, kind)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise UsageError(
-                f"manifest: column {source!r} is {column.type} in {path} and {kind} over all files, which does not "
-                f"hold all its values ({error}); write it in one type"
+                f"manifest: column {self.sources[name]!r} is {column.type} in {path} and {kind} over all files, which "
+                f"does not hold all its values ({error}); write it in one type"
             ) from None
 
     def content_hash(self) -> str:
@@ -130,14 +134,19 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     schemas = [_opened(path).schema_arrow for path in files]
     counts = [_opened(path).metadata.num_rows for path in files]
     columns = list(dict.fromkeys(name for schema in schemas for name in schema.names))
+    if cut := [name for name in columns if "\0" in name]:
+        raise UsageError(f"manifest: column {cut[0]!r} has a NUL in its name, where readers cut it off; rename it")
     sources = _sources(columns, mapping or {})
+    ours: dict[str, list[str]] = {name: [] for name in columns}
+    for name, source in sources.items():
+        ours[source].append(name)
     fields: dict[str, pa.Field] = {}
     for path, schema in zip(files, schemas, strict=True):
         if (twice := _repeated_name(schema)) is not None:
             raise UsageError(f"{path}: column {twice!r} is there twice; give each column a name of its own")
         for field in schema:
             kept = field.with_type(replaced(field.type, partial(_carriable, path=path, column=field.name)))
-            for name in (name for name, source in sources.items() if source == field.name):
+            for name in ours[field.name]:
                 _merge(fields, kept.with_name(name), path, files)
     return Manifest(
         files=files,
@@ -153,7 +162,7 @@ def _sources(columns: list[str], mapping: Mapping[str, str]) -> dict[str, str]:
     for name, source in mapping.items():
         if source not in columns:
             raise UsageError(
-                f"[columns] {name} = {source!r}: the manifest has no such column; it has {', '.join(columns)}"
+                f"[columns] {name} = {source!r}: the manifest has no such column; it has {listed(columns)}"
             )
         if name in columns and mapping.get(name) != name and name not in mapping.values():
             raise UsageError(
@@ -167,7 +176,7 @@ def _sources(columns: list[str], mapping: Mapping[str, str]) -> dict[str, str]:
         guess = next((name for name in columns if near and name.lower() == near[0]), columns[0] if columns else "…")
         found = [f"{name} (taken for another name by [columns])" if name in taken else name for name in columns]
         raise UsageError(
-            f"manifest: there is no column 'prompt'; found {', '.join(found) or 'no columns'}. "
+            f"manifest: there is no column 'prompt'; found {listed(found) or 'no columns'}. "
             f"Name the right one with --set columns.prompt={guess!r} or in the job file's [columns]"
         )
     return sources
@@ -210,9 +219,9 @@ def _carriable(kind: pa.DataType, path: Path, column: str) -> pa.DataType:
 
 def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
     """The first name that two columns have, or two fields of one struct, at whatever depth."""
-    names = [field.name for field in fields]
+    names = Counter(field.name for field in fields)
     for field in fields:
-        if names.count(field.name) > 1:
+        if names[field.name] > 1:
             return str(field.name)
         kind = field.type
         within = _repeated_name([kind.field(number) for number in range(kind.num_fields)])
@@ -248,7 +257,7 @@ def _opened(path: Path) -> pq.ParquetFile:
         with path.open("rb") as file:
             start = file.read(16)
         raise UsageError(
-            f"{path} is not a Parquet file (it begins with {start!r}): {error}. "
+            f"{path} is not a Parquet file (it begins with {start!r}): {str(error).strip().rstrip('.')}. "
             f"`batchgen import {path} -o manifest.parquet` reads csv, tsv, jsonl and txt"
         ) from None
     except OSError as error:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from batchgen.checks import BadCell
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.manifest import Manifest
-from batchgen.wording import with_more
+from batchgen.wording import counted, with_more
 
 SHOWN = 20
 _CELLS = pa.schema([("manifest_row", pa.int64()), ("fault", pa.string())])
@@ -39,7 +39,8 @@ class Rejections:
 
     def message(self, num_rows: int, *, is_skipped: bool = False) -> str:
         """What is wrong, for a person: `num_rows` rows, of which the first are named."""
-        lines = [f"{num_rows} of {self._manifest.num_rows} manifest rows cannot be made as asked (rows count from 0):"]
+        every = counted(self._manifest.num_rows, "manifest row")
+        lines = [f"{num_rows:,} of {every} cannot be made as asked (rows count from 0):"]
         lines += with_more([self._line(cell) for cell in self._first], self.num_cells)
         if is_skipped:
             lines.append("They are left out; rejected.parquet has them all, with their faults")
@@ -90,5 +91,8 @@ class Rejections:
 def _rejected_schema(manifest: pa.Schema) -> pa.Schema:
     """Place and faults before the manifest's own columns; a manifest that has such names keeps them."""
     own = [("file", pa.string()), ("row", pa.int64()), ("faults", pa.list_(pa.string()))]
-    free = [(name if name not in manifest.names else f"rejected_{name}", kind) for name, kind in own]
-    return pa.schema([*(pa.field(name, kind) for name, kind in free), *manifest])
+    return pa.schema([*(pa.field(_free(name, manifest.names), kind) for name, kind in own), *manifest])
+
+
+def _free(name: str, taken: list[str]) -> str:
+    return _free(f"rejected_{name}", taken) if name in taken else name

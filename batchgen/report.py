@@ -13,6 +13,7 @@ from batchgen.drafts import Draft
 from batchgen.job import Job
 from batchgen.plans import PlanIndex
 from batchgen.records import Group
+from batchgen.wording import counted
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
 """Of typical generated pictures at the default quality; an estimate for the disk, not a promise."""
@@ -89,6 +90,7 @@ def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list
     cut = drafted.cut
     size = sum(one.pixels for one in summaries) * _BYTES_PER_PIXEL[job.output.image]
     num_files = cut.num_rows if job.output.format == "files" else cut.num_shards
+    num_batches = len(cut.batch_size)
     padded = sum(one.padded for one in summaries)
     idle = sum(one.idle_evaluations for one in summaries)
     time = (
@@ -97,10 +99,12 @@ def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list
         else "not known: batches are cut by " + drafted.cost.source
     )
     return [
-        f"{cut.num_rows:,} images in {len(cut.batch_size):,} batches, {cut.num_shards:,} shards, "
-        f"{len(drafted.groups):,} groups; {drafted.survey.num_rejected:,} rows rejected",
-        f"padding: {padded:,} slots ({_share(padded, padded + cut.num_rows)}), {idle:,} idle row-evaluations",
-        f"on disk: about {_size(size)} of {job.output.image} in {num_files:,} files ({job.output.format})",
+        f"{counted(cut.num_rows, 'image')}, {num_batches:,} batch{'' if num_batches == 1 else 'es'}, "
+        f"{counted(cut.num_shards, 'shard')}, {counted(len(drafted.groups), 'group')}; "
+        f"{counted(drafted.survey.num_rejected, 'row')} rejected",
+        f"padding: {counted(padded, 'slot')} ({_share(padded, padded + cut.num_rows)}), "
+        f"{counted(idle, 'idle row-evaluation')}",
+        f"on disk: about {_size(size)} of {job.output.image} in {counted(num_files, 'file')} ({job.output.format})",
         f"time: {time}",
     ]
 

@@ -13,7 +13,7 @@ from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.costs import recall
 from batchgen.differences import row_differences
 from batchgen.drafts import Draft, draft, plan_rows
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, listed
 from batchgen.filesystem import FileSystem, is_utf8, resumable
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
@@ -97,7 +97,7 @@ def plan_manifest(
         raise UsageError(rejections.message(surveyed.num_rejected))
     limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
     check_truncation(surveyed, job)
-    notes = _notes(surveyed, facts)
+    notes = _notes(surveyed, facts, job)
     return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes))
 
 
@@ -230,22 +230,30 @@ def _carried_notes(manifest: Manifest) -> list[str]:
     """What is only carried, so that a misspelt parameter is seen before a night is spent on it."""
     if not manifest.carried:
         return []
-    notes = [f"carried into the metadata as they are: {', '.join(manifest.carried)}"]
+    taken = set(manifest.schema.names)
+    notes = [f"carried into the metadata as they are: {listed(manifest.carried)}"]
     for name in manifest.carried:
         near = difflib.get_close_matches(name.lower().replace(" ", "_"), PARAMETERS, n=1, cutoff=0.8)
-        if near and near[0] not in manifest.schema.names:
+        if near and near[0] not in taken:
             notes.append(f"column {name!r} is not read; if it is {near[0]}, say --set columns.{near[0]}={name!r}")
     return notes
 
 
-def _notes(surveyed: Survey, facts: Facts) -> list[str]:
+def _notes(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
     notes = [facts.note] if facts.note else []
+    if facts.text_length and job.plan.on_truncate == "warn":
+        notes.append(
+            f"the model reads {facts.text_length - 2} tokens of a prompt: longer ones are cut, and counted in the "
+            "closing lines; --on-truncate error names them before anything is made"
+        )
     notes += _carried_notes(surveyed.manifest)
     if surveyed.num_repeated_noise:
         notes.append(
-            f"{surveyed.num_repeated_noise} images repeat another one's prompt, parameters and noise seed: "
-            "they will be equal (explicit seeds are kept as they are)"
+            "images that repeat another one's prompt, parameters and noise seed, and will equal it: "
+            f"{surveyed.num_repeated_noise:,} (explicit seeds are kept as they are)"
         )
     if len(surveyed.redrawn.rows):
-        notes.append(f"{len(surveyed.redrawn.rows)} derived seeds met another of the same prompt and were drawn again")
+        notes.append(
+            f"derived seeds that met another of the same prompt and were drawn again: {len(surveyed.redrawn.rows):,}"
+        )
     return notes

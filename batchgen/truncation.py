@@ -5,7 +5,7 @@ from __future__ import annotations
 from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.survey import Survey
-from batchgen.wording import with_more
+from batchgen.wording import counted, with_more
 
 SHOWN = 5
 
@@ -34,7 +34,7 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
                         found.append(_line(surveyed, row, column, count.read, count.dropped))
     if num_found:
         raise UsageError(
-            f"{num_found} prompts are longer than the model reads (rows count from 0):\n"
+            f"{counted(num_found, 'prompt')} longer than the model reads (rows count from 0):\n"
             + "\n".join(with_more(found, num_found))
             + "\nShorten them, or let them be cut with --on-truncate warn (metadata counts the dropped tokens)"
         )

@@ -18,3 +18,8 @@ def listed(names: Sequence[str], count: int) -> str:
 def with_more(lines: Sequence[str], count: int) -> list[str]:
     """The first lines of `count`, and where there are others, a line that says how many."""
     return [*lines, f"  … and {count - len(lines)} more"] if count > len(lines) else list(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for a sentence: "1 row", "2 rows"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -79,15 +79,15 @@ class TestCase9:
             assert line["tokens_dropped"] == max(num_tokens - 75, 0)
         dropped = [line["tokens_dropped"] > 0 for line in runs.metadata(tmp_path / "out")]
         assert dropped == [False, True, True]
-        assert "2 of the images were made of prompts that were cut" in ended.err
+        assert "2 images made of prompts that were cut" in ended.err
         again = self.run(tmp_path, "--set", "sampling.steps=1")
-        assert "2 of the images were made of prompts that were cut" in again.err
-        assert "2 of the images were made of prompts that were cut" in runs.batchgen("status", tmp_path / "out").out
+        assert "2 images made of prompts that were cut" in again.err
+        assert "2 images made of prompts that were cut" in runs.batchgen("status", tmp_path / "out").out
 
     def test_is_refused_if_asked(self, tmp_path: Path, no_model: None) -> None:
         ended = self.run(tmp_path, "--on-truncate", "error")
         assert ended.code == 2
-        assert "2 prompts are longer than the model reads" in ended.err
+        assert "2 prompts longer than the model reads" in ended.err
         assert f"{tmp_path / 'm.parquet'} row 1: prompt has" in ended.err
         assert "row 2: prompt has" in ended.err
         assert "row 0" not in ended.err
@@ -144,11 +144,11 @@ class TestCase11:
     @pytest.mark.parametrize(
         ("prompts", "rule"),
         [
-            (pa.array(["a", None]), "prompt = None must not be null"),
+            (pa.array(["a", None]), "prompt = None must be text"),
             (pa.array([["a"], ["b"]]), "prompt = ['b'] must be UTF-8 text; the column's type is list"),
             (pa.array([4, 5]), "prompt = 5 must be UTF-8 text; the column's type is int64"),
             (pa.array([b"a", b"b"]), "prompt = b'b' must be UTF-8 text; the column's type is binary"),
-            (pa.nulls(2), "prompt = None must not be null"),
+            (pa.nulls(2), "prompt = None must be text"),
         ],
         ids=["null", "lists", "numbers", "bytes", "nulls only"],
     )
@@ -238,7 +238,7 @@ def test_bad_rows_may_be_left_out(tmp_path: Path) -> None:
     assert [one["faults"] for one in rejected] == [
         ["id = 'a' must be unique; manifest row 2 has it too"],
         ["id = 'a' must be unique; manifest row 0 has it too"],
-        ["prompt must not be null"],
+        ["prompt = None must be text"],
     ]
     assert {one["file"] for one in rejected} == {str(source)}
 

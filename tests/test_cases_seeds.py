@@ -148,7 +148,7 @@ def test_case_7_seeds_are_exact(tmp_path: Path, output: str) -> None:
     lines = runs.check_images(tmp_path / "out")
     assert [line["seed"] for line in lines] == SEEDS
     assert [line["noise_seed"] for line in lines] == [seed % 2**32 for seed in SEEDS]
-    assert "repeat another one's prompt, parameters and noise seed" in ended.err
+    assert "images that repeat another one's prompt, parameters and noise seed, and will equal it: " in ended.err
 
 
 def test_case_7_equal_noise_is_equal(tmp_path: Path, noises: Any) -> None:

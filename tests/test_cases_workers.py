@@ -85,8 +85,8 @@ def test_case_18_idle_workers_say_who_holds_the_rest(tmp_path: Path) -> None:
         ended = runs.run(source, out, *options, "--no-wait")
         assert ended.code == 0
         assert ended.closing_line == "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding (10 held by others)"
-        said = [line.split(" on ")[0] for line in ended.err.splitlines() if "are held by process" in line]
-        wanted = [f"5 rows of shard {shard} are held by process" for shard in ("00000-0", "00001-0")]
+        said = [line.split(" on ")[0] for line in ended.err.splitlines() if " held by process" in line]
+        wanted = [f"5 rows of shard {shard} held by process" for shard in ("00000-0", "00001-0")]
         assert [line.rsplit(" ", 1)[0] for line in said] == wanted
         assert {int(line.rsplit(" ", 1)[1]) for line in said} == {holder.pid for holder in holders}
     for holder in holders:
@@ -161,7 +161,7 @@ def test_case_24_foreign_and_torn_files(tmp_path: Path, output: str) -> None:
     assert verified.code == 3
     assert verified.out.splitlines() == [
         "data/metadata.json: foreign: no committed receipt names it",
-        "6 images read, 1 faults",
+        "6 images read, 1 fault",
     ]
 
 

@@ -170,7 +170,7 @@ def bad_of(column: str, values: Any, *overrides: str, **others: list[Any]) -> li
         ("height", [63, 0], "must be a multiple of 8, at least 64 (--set plan.size_policy=round rounds)"),
         ("sampler", ["ddin", "ddi"], "there is no sampler {value}; did you mean 'ddim'?"),
         ("id", pa.array([1.0, 2.0]), "must be text or a whole number; the column's type is double"),
-        ("id", pa.nulls(2), "must not be null: give every row an id, or drop the column"),
+        ("id", pa.nulls(2), "must be text or a whole number: give every row an id, or drop the column"),
         ("caption", garbled([b"\xff", b"\xc3"], pa.large_string()), "must be UTF-8 text"),
     ],
 )
@@ -239,7 +239,7 @@ def test_every_bad_cell_is_named_with_its_file_and_row() -> None:
         seed = "must be a whole number from 0 to 2^64 - 1, or -1 or null for a derived seed"
         wanted = [
             (first, 0, "a", ["id = 'a' must be unique; manifest row 4 has it too"]),
-            (first, 1, None, ["prompt must not be null", f"seed = 'x' {seed}"]),
+            (first, 1, None, ["prompt = None must be text", f"seed = 'x' {seed}"]),
             (second, 0, "c", [f"seed = '-2' {seed}"]),
             (second, 1, "d", ["id = 'a' must be unique; manifest row 0 has it too"]),
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers, SchedulerMixin
 
-from batchgen.engine.samplers import NotAffineError, Samplers, probe
+from batchgen.engine.samplers import NotAffineError, Samplers, probe, step_arguments
 from batchgen.errors import UsageError
 from batchgen.models import facts
 from tests import tiny
@@ -77,6 +79,50 @@ def test_evaluations_of_any_step_count(spacing: str) -> None:
         for steps in (*range(1, 150, 3), 61, 103, 121, 122, 999, 1000):
             wanted = len(made.scheduler(cls, steps).timesteps)
             assert made._facts.sampler_facts(cls).evaluations(steps) == wanted, (cls, steps)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {},
+        *({"timestep_spacing": "leading", "steps_offset": offset} for offset in (0, 1, 2)),
+        {"timestep_spacing": "linspace"},
+        {"timestep_spacing": "trailing", "steps_offset": 1},
+        {"timestep_spacing": "leading", "steps_offset": 1, "use_karras_sigmas": True},
+        {"timestep_spacing": "linspace", "use_karras_sigmas": True},
+    ],
+)
+def test_the_step_counts_that_a_sampler_makes(named: dict[str, Any]) -> None:
+    """Run through by diffusers' scheduler: no error, and something finite comes out."""
+    config = {"num_train_timesteps": 24, "original_inference_steps": 20, "beta_schedule": "scaled_linear", **named}
+    config["clip_sample"], karras = False, "use_karras_sigmas" in named
+    known = facts.samplers_of({"_class_name": "DDIMScheduler", **config})
+    for name in known.keys() - NEEDS_SCIPY - ({"KDPM2AncestralDiscreteScheduler"} if karras else set()):
+        sampler = known[name]
+        template = getattr(diffusers, sampler.scheduler).from_config(config, **sampler.options)
+        for steps in (1, 3, 4, 12, 20, 21, 22, 23, 24):
+            assert sampler.makes(steps) == is_made(copy.deepcopy(template), steps), (name, steps)
+
+
+@pytest.mark.parametrize("cls", ["LCMScheduler", "TCDScheduler", "DDIMScheduler", "DPMSolverMultistepScheduler"])
+def test_the_step_counts_of_a_thousand(cls: str) -> None:
+    known = facts.samplers_of({"_class_name": "PNDMScheduler", "steps_offset": 1})[cls]
+    scheduler = getattr(diffusers, cls)(steps_offset=1) if "DPM" not in cls else getattr(diffusers, cls)()
+    for steps in (50, 51, 999, 1000):
+        assert known.makes(steps) == is_made(copy.deepcopy(scheduler), steps), steps
+
+
+def is_made(scheduler: Any, steps: int) -> bool:
+    arguments = step_arguments(scheduler, torch.Generator().manual_seed(0))
+    try:
+        scheduler.set_timesteps(steps)
+        latents = torch.ones(1, 1, 1, 1) * scheduler.init_noise_sigma
+        for timestep in scheduler.timesteps:
+            seen = scheduler.scale_model_input(latents, timestep)
+            latents = scheduler.step(0.1 * torch.ones_like(seen), timestep, latents, **arguments, return_dict=False)[0]
+    except (ValueError, IndexError, AssertionError):
+        return False
+    return bool(torch.isfinite(latents).all())
 
 
 def test_every_term_of_a_form_is_used_by_someone() -> None:

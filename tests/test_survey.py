@@ -237,7 +237,7 @@ def test_all_bad_cells_are_kept_and_the_first_are_shown(num_rows: int, good: set
         patch.setattr(manifest, "READ_ROWS", read_rows)
         prompts = pa.array(["a" if number in good else None for number in range(num_rows)], pa.string())
         done = planned(path, {"prompt": prompts}, {"prompt": ["b"], "steps": [0]}, overrides=["plan.on_bad_row=skip"])
-        bad = [f"{number}: prompt = None must not be null" for number in range(num_rows) if number not in good]
+        bad = [f"{number}: prompt = None must be text" for number in range(num_rows) if number not in good]
         bad.append("0: steps = 0 must be a whole number from 1 to 1000")
         first, *lines = done.rejections.message(done.draft.survey.num_rejected).splitlines()
         assert first.startswith(f"{len(bad)} of {num_rows + 1} manifest rows")

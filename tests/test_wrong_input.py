@@ -192,6 +192,29 @@ def test_model_of_the_job_is_loaded_once_the_directory_is_right(tmp_path: Path, 
     assert "engine.device = 'cuda:99' is not there" in said
 
 
+def test_step_counts_that_a_sampler_cannot_make(tmp_path: Path) -> None:
+    """Found before a model loads: by what diffusers' timesteps would be."""
+    wrong = [("deis", 1000), ("LCMScheduler", 51), ("ddim", 1000), ("deis", 999)]
+    rows = [{"prompt": "a", "sampler": sampler, "steps": steps} for sampler, steps in wrong]
+    said = refused("run", runs.manifest(tmp_path / "m.parquet", rows), "-o", tmp_path / "out", "--model", "pattern")
+    assert "2 of 4 manifest rows cannot be made as asked" in said
+    assert "row 0: steps = 1000 cannot be made: 1000 steps of deis do not fit this model's schedule" in said
+    assert (
+        "row 1: steps = 51 cannot be made: 51 steps of LCMScheduler do not fit this model's schedule; the nearest"
+        in said
+    )
+    args = ("--model", "pattern", "--set", "sampling.steps=1000", "--set", "sampling.sampler=deis")
+    said = refused("plan", runs.prompts(tmp_path / "n.parquet", 1), *args)
+    assert "1 of 1 manifest row cannot be made as asked (rows count from 0):\n" in said
+    assert said.splitlines()[1].endswith("schedule; the nearest number that can is 999")
+
+
+def test_a_model_with_a_tokenizer_says_what_it_cuts(source: Path) -> None:
+    said = "note: the model reads 75 tokens of a prompt: longer ones are cut, and counted in the closing lines"
+    assert said in runs.batchgen("plan", source, "--model", tiny.folder("sd1")).err
+    assert said not in runs.batchgen("plan", source, "--model", "pattern").err
+
+
 NOT_UTF8 = os.fsdecode(b"m\xff")
 
 

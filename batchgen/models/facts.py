@@ -36,6 +36,8 @@ class SamplerFacts:
     e1, e2, e3 (earlier predictions), z (the row's noise)."""
     evaluations: Callable[[int], int] = lambda steps: steps
     """Model evaluations for a step count."""
+    makes: Callable[[int], bool] = lambda steps: True
+    """Whether the scheduler makes a step count, of those up to the model's most."""
     needs: str = ""
     """A Python package that the scheduler imports beside diffusers' own."""
 
@@ -143,6 +145,19 @@ _AFFINE: Mapping[str, tuple[str, Config]] = {
 """Classes that can be affine: the form, and the class's defaults of the keys that decide whether they are."""
 
 _NEEDS = {"LMSDiscreteScheduler": "scipy"}
+_DISTILLED = {"LCMScheduler", "TCDScheduler"}
+_INDEXED = {"DDIMScheduler", "DDIMParallelScheduler", "DDPMScheduler", "DDPMParallelScheduler", "PNDMScheduler"}
+"""They look each timestep up in the training schedule."""
+_SOLVERS = {"DEISMultistepScheduler", "DPMSolverMultistepScheduler", "SASolverScheduler", "UniPCMultistepScheduler"}
+"""They divide by the distance of two timesteps."""
+_OTHER_SIGMAS = (
+    "use_karras_sigmas",
+    "use_exponential_sigmas",
+    "use_beta_sigmas",
+    "use_flow_sigmas",
+    "use_lu_lambdas",
+)
+"""Keys by which a solver places its steps by noise instead of by timestep."""
 _TWICE_PER_STEP = {"HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"}
 
 
@@ -163,7 +178,8 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> Samp
         or str(config.get("algorithm_type")).startswith("sde")
     )
     evaluations = _evaluations(cls, config, scheduler)
-    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, _NEEDS.get(cls, ""))
+    makes = _makes(cls, {**scheduler, **options})
+    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, makes, _NEEDS.get(cls, ""))
 
 
 def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> Config:
@@ -184,7 +200,7 @@ def _evaluations(cls: str, config: Config, scheduler: Config) -> Callable[[int],
 
     def timesteps(steps: int) -> int:
         """As diffusers counts them: its floating-point range is one too long for a few step counts."""
-        if scheduler.get("timestep_spacing") != "trailing" or cls in ("LCMScheduler", "TCDScheduler"):
+        if scheduler.get("timestep_spacing") != "trailing" or cls in _DISTILLED:
             return steps
         return len(np.arange(train_steps, 0, -train_steps / steps))
 
@@ -195,6 +211,26 @@ def _evaluations(cls: str, config: Config, scheduler: Config) -> Callable[[int],
     if cls == "PNDMScheduler":
         return lambda steps: timesteps(steps) + 9
     return timesteps
+
+
+def _makes(cls: str, config: Config) -> Callable[[int], bool]:
+    """Where diffusers' timesteps leave the training schedule, or meet so that a solver divides by nothing."""
+    train, offset = config.get("num_train_timesteps", 1000), config.get("steps_offset", 0)
+    spacing = config.get("timestep_spacing", "linspace" if cls in _SOLVERS else "leading")
+    if cls in _DISTILLED:
+        original = config.get("original_inference_steps", 50)
+        return lambda steps: steps <= original <= train
+    if cls in _INDEXED:
+        least = 4 if cls == "PNDMScheduler" and not config.get("skip_prk_steps", False) else 1
+        return lambda steps: (
+            steps >= least and (spacing != "leading" or (steps - 1) * (train // steps) + offset < train)
+        )
+    if cls not in _SOLVERS or spacing == "trailing" or any(config.get(key) for key in _OTHER_SIGMAS):
+        return lambda steps: True
+    if spacing == "linspace":
+        return lambda steps: steps < train
+    # The second of them must lie below the last timestep of training, which the first may be cut to.
+    return lambda steps: steps < train and (steps == 1 or (steps - 1) * (train // (steps + 1)) + offset < train - 1)
 
 
 def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:

@@ -14,9 +14,10 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from batchgen.errors import UsageError, counted
+from batchgen.errors import UsageError
 from batchgen.sources import cells
 from batchgen.sources.base import CHARACTERS_PER_CHUNK, Faults, Record, chunks, lines, shorten, without_end
+from batchgen.wording import counted
 
 Row: TypeAlias = Record[list[str]]
 
