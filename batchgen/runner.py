@@ -43,6 +43,7 @@ class Ending:
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
+Opener = Callable[[Job, Context], Generator]
 
 
 def run_job(
@@ -56,6 +57,7 @@ def run_job(
     on_reading: Callable[[int, int], None] = lambda rows, total: None,
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
+    opener: Opener = open_generator,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`.
 
@@ -77,7 +79,7 @@ def run_job(
             with progress(balance) as shown:
                 share = balance.outstanding / index.num_rows / (1 + len({one.pid for one in balance.holders}))
                 settled = partial(settle, ledger)
-                generator = open_generator(job, Context(shown.say, settled, index.work(share)))
+                generator = opener(job, Context(shown.say, settled, index.work(share)))
                 _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
         finally:
             end(owner)

@@ -1,0 +1,65 @@
+"""A generator that notes when batches come in, and leaves everything else to the engine that it watches."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from batchgen.engine.engine import Engine
+from batchgen.generator import Pending
+from batchgen.records import Batch, Image, Outcome
+
+
+class Watched:
+    """An engine at work in a run; a `batchgen.generator.Generator`.
+
+    The first batch is made twice, first to warm up: the modes are chosen, the bucket compiled and captured. The steady
+    time begins after that, before the first shard's prompts are encoded.
+    """
+
+    def __init__(self, engine: Engine, at_batch: Callable[[int], None] = lambda number: None) -> None:
+        self.engine = engine
+        self.versions: Mapping[str, str] = engine.versions
+        self.first_in_s: float | None = None
+        """By `time.perf_counter`."""
+        self.warm_up_s = 0.0
+        self.batches: list[Batch] = []
+        self.modes: Counter[str] = Counter()
+        """Images by mode."""
+        self._at_batch = at_batch
+        self._stage_s: Mapping[str, float] = {}
+        self._captures = 0
+
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        """As Generator.prepare."""
+        if self.first_in_s is None:
+            started = time.perf_counter()
+            self.engine.prepare(batches[:1], should_drop)
+            self.engine.submit(batches[0], should_drop)()
+            self._stage_s = dict(self.engine.stage_s)
+            self._captures = len(self.engine.steps.captures)
+            self.first_in_s = time.perf_counter()
+            self.warm_up_s = self.first_in_s - started
+        self.engine.prepare(batches, should_drop)
+
+    def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+        """As Generator.submit."""
+        self._at_batch(len(self.batches))
+        self.batches.append(batch)
+        pending = self.engine.submit(batch, should_drop)
+
+        def outcomes() -> list[Outcome]:
+            found = pending()
+            self.modes.update(one.mode for one in found if isinstance(one, Image))
+            return found
+
+        return outcomes
+
+    def stage_s(self) -> dict[str, float]:
+        """Device seconds per stage since the first batch came in."""
+        return {stage: seconds - self._stage_s.get(stage, 0.0) for stage, seconds in self.engine.stage_s.items()}
+
+    def capture_s(self) -> float:
+        """Seconds of compiling and capturing since then: they are part of the steady time."""
+        return sum(capture.seconds for capture in self.engine.steps.captures[self._captures :])
