@@ -75,6 +75,7 @@ class Architecture:
     """Between the 40 sizes of the mixed workload and this one's."""
     steps: int = 20
     guidance: float = 7.5
+    mixed_steps: tuple[int, int] = (20, 50)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -89,7 +90,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         1,
         guidance=8.0,
     ),
-    "tiny": Architecture("StableDiffusionPipeline", demo.UNET, demo.VAE, (demo.TEXT,), demo.SCHEDULER, 64, 8, steps=3),
+    "tiny": Architecture(
+        "StableDiffusionPipeline",
+        demo.UNET,
+        demo.VAE,
+        (demo.TEXT,),
+        demo.SCHEDULER,
+        64,
+        8,
+        steps=3,
+        mixed_steps=(2, 5),
+    ),
 }
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -186,7 +186,8 @@ class Diffusers:
     def _write(self, calls: Sequence[Call]) -> tuple[float, float]:
         """Seconds until the last picture was made and until the last file was written."""
         with tempfile.TemporaryDirectory(prefix="baseline-") as scratch, ThreadPoolExecutor(self.threads) as pool:
-            started, writing = time.perf_counter(), []
+            writing: list[Future[None]] = []
+            started = time.perf_counter()
             for call in calls:
                 for row, image in zip(call, self._make(call), strict=True):
                     writing.append(pool.submit(image.save, Path(scratch) / f"{row.seed:07}-{len(writing)}.png"))

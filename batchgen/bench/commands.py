@@ -89,6 +89,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         steps=options["steps"] or wanted.steps,
         guidance=wanted.guidance if options["guidance"] is None else options["guidance"],
         sampler=options["sampler"],
+        mixed_steps=wanted.mixed_steps,
     )
     batch = [f"plan.max_batch={options['batch']}"] if options["batch"] else []
     settings = Settings(

@@ -169,7 +169,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
         "diffusers": diffusers.__version__,
         "transformers": transformers.__version__,
         "pillow": PIL.__version__,

@@ -26,8 +26,7 @@ SIZES = (
     (1024, 1024),
 )
 """40 shapes of about a megapixel, multiples of 64, as SDXL was trained on (Podell et al. 2023, appendix I)."""
-MIXED_STEPS = (20, 50)
-MIXED_GUIDANCE = (4.0, 9.0)
+MIXED_GUIDANCE_TENTHS = (40, 90)
 _SUBJECTS = ("a red fox", "an old lighthouse", "two paper boats", "a bowl of lemons", "a stone bridge")
 _SETTINGS = ("in heavy rain", "at first light", "as a woodcut", "on a market square")
 
@@ -56,8 +55,8 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`single`: every row of one size, step count and guidance. `mixed`: the 40 sizes over `divisor`, 20 to 50 steps
-    and guidance 4.0 to 9.0 in tenths, each drawn evenly for every row by itself."""
+    """`single`: every row of one size, step count and guidance. `mixed`: the 40 sizes over `divisor`, the step counts
+    of a range, and guidance 4.0 to 9.0 in tenths, each drawn evenly for every row by itself."""
 
     rows: int
     sizes: Literal["single", "mixed"]
@@ -68,6 +67,8 @@ class Workload:
     """Of `single`, like the next."""
     guidance: float
     sampler: str
+    mixed_steps: tuple[int, int] = (20, 50)
+    """First and last of `mixed`."""
 
     def wanted(self) -> list[Wanted]:
         """The rows, the same for the same workload."""
@@ -79,11 +80,14 @@ class Workload:
         width, height, steps, guidance = self.side, self.side, self.steps, self.guidance
         if self.sizes == "mixed":
             width, height = (side // self.divisor for side in SIZES[random.integers(len(SIZES))])
-            steps = int(random.integers(MIXED_STEPS[0], MIXED_STEPS[1] + 1))
-            low, high = MIXED_GUIDANCE
-            guidance = int(random.integers(10 * low, 10 * high + 1)) / 10
+            steps = _drawn(random, *self.mixed_steps)
+            guidance = _drawn(random, *MIXED_GUIDANCE_TENTHS) / 10
         prompt = f"{subject} {setting}, number {number}"
         return Wanted(prompt, width, height, steps, guidance, self.sampler, number)
+
+
+def _drawn(random: np.random.Generator, first: int, last: int) -> int:
+    return int(random.integers(first, last, endpoint=True))
 
 
 def write_manifest(path: Path, wanted: list[Wanted]) -> None:
