@@ -111,6 +111,41 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         _say(str(json_file))
 
 
+@bench.command()
+@_ARCH
+@click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
+@click.option("--modes", help="Of eager, graph, compiled, compiled+graph [default: all].")
+@click.option(
+    "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
+)
+@_SET
+@_JSON_FILE
+@_FOLDER
+def modes(arch: str, batches: str, modes: str | None, captured: int | None, **options: Any) -> None:
+    """Time and deviation of one model evaluation in each mode, and what captures hold of the memory.
+
+    \b
+    Example: batchgen bench modes --arch sd15 --batches 1,8 --modes eager,graph
+    """
+    from batchgen.bench.modes import MODES, Settings, bench_modes
+
+    sizes = _names(batches, ())
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise click.BadParameter(f"{batches!r} is no list like 1,4,16", param_hint="--batches")
+    settings = Settings(
+        arch=arch,
+        batches=tuple(map(int, sizes)),
+        modes=_names(modes, MODES),
+        captured_batch=captured,
+        overrides=options["overrides"],
+        folder=options["folder"],
+        json_file=options["json_file"],
+    )
+    bench_modes(settings, _say)
+    if settings.json_file:
+        _say(str(settings.json_file))
+
+
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a list with commas; "none" is the empty one."""
     if given is None:

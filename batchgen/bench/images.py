@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import PIL
 import torch
-import transformers
 
 from batchgen.bench import ours
 from batchgen.bench.architectures import ensure_folder
 from batchgen.bench.baselines import Baseline, Diffusers
 from batchgen.bench.evaluations import Evaluation, evaluation, matmul_flops_per_s, total_flops
 from batchgen.bench.figures import ratio, share
+from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.traces import KernelTime, kernel_times
 from batchgen.bench.workload import Workload
 from batchgen.encoders import num_encoder_threads
-from batchgen.engine.engine import Engine, find_device
+from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
-from batchgen.version import VERSION
 
 Say = Callable[[str], None]
 BASELINES = {"single": ("loop", "best", "compiled"), "mixed": ("exact", "sized")}
@@ -92,11 +85,6 @@ class Report:
         if self.batchgen:
             self.ratios[baseline.name] = ratio(self.batchgen.steady_images_per_s, baseline.images_per_s)
 
-    def save(self, path: Path | None) -> None:
-        """Write what there is so far, so that a bench that is cut short leaves it."""
-        if path:
-            path.write_text(json.dumps(asdict(self), indent=2) + "\n")
-
 
 def check(settings: Settings) -> None:
     """Raises UsageError for parts that do not fit together."""
@@ -130,24 +118,6 @@ def bench_images(settings: Settings, say: Say) -> Report:
     return report
 
 
-@contextmanager
-def workplace(folder: Path | None) -> Iterator[Path]:
-    """The named folder, made if need be, else one that is removed afterwards."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="batchgen-bench-") as scratch:
-        yield Path(scratch)
-
-
-def quieten() -> None:
-    """Errors only from diffusers and transformers, for the rest of the process."""
-    for logger in (diffusers.utils.logging, transformers.utils.logging):
-        logger.set_verbosity_error()
-        logger.disable_progress_bar()
-
-
 def _report(settings: Settings, job: Job, device: torch.device) -> Report:
     return Report(
         arch=settings.arch,
@@ -157,23 +127,9 @@ def _report(settings: Settings, job: Job, device: torch.device) -> Report:
         compile_mode=settings.compile_mode,
         encoder_threads=num_encoder_threads(job.output),
         cores=len(os.sched_getaffinity(0)),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}",
+        device=device_name(device),
         versions=versions(),
     )
-
-
-def versions() -> dict[str, str]:
-    """Of everything that the figures depend on."""
-    return {
-        "batchgen": VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-        "pillow": PIL.__version__,
-    }
 
 
 def _run_batchgen(settings: Settings, job: Job, folder: Path, report: Report, say: Say) -> None:
@@ -183,18 +139,18 @@ def _run_batchgen(settings: Settings, job: Job, folder: Path, report: Report, sa
     report.batchgen = bench.run()
     for one in lines(report.batchgen):
         say(f"  {one}")
-    report.save(settings.json_file)
+    save(report, settings.json_file)
     if settings.profiles_idle and torch.cuda.is_available():
         report.idle = bench.profile()
         say(f"  {idle_line(report.idle)}")
-        report.save(settings.json_file)
+        save(report, settings.json_file)
     assert bench.engine is not None
     for mode in settings.profiles:
         report.kernels |= profile(bench, mode, settings.workload.sampler, say)
-        report.save(settings.json_file)
+        save(report, settings.json_file)
     report.compute = compute(bench.engine, settings.workload, report.batchgen.steady_images_per_s)
     say(f"  {compute_line(report.compute)}")
-    report.save(settings.json_file)
+    save(report, settings.json_file)
     bench.close()
 
 
@@ -214,6 +170,11 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
     guidance = batch.rows[0].guidance_scale
     one = evaluation(engine, batch.size, batch.group.width, batch.group.height, guidance, sampler)
     network, decoder = one.model.network, one.model.decoder
+    engine.steps.free()
+    # As the engine lays them out: compiled convolutions want channels-last weights.
+    layout = torch.channels_last if mode == "compiled" else torch.contiguous_format
+    for part in (one.model.network, one.model.vae):
+        part.to(memory_format=layout)  # type: ignore[call-overload]
     if mode == "compiled":
         network = torch.compile(network, fullgraph=True, dynamic=False)  # type: ignore[assignment]
         decoder = torch.compile(decoder, fullgraph=True, dynamic=False)
@@ -246,7 +207,7 @@ def _run_baselines(settings: Settings, peer: Diffusers, report: Report, say: Say
             report.add({"loop": peer.loop, "exact": peer.exact, "sized": peer.sized}[name](rows))
         if name in report.ratios:
             say(f"  batchgen's steady rate is {report.ratios[name]:.2f} times this")
-        report.save(settings.json_file)
+        save(report, settings.json_file)
     peer.close()
 
 
