@@ -114,10 +114,11 @@ def ensure_folder(name: str, parent: Path, device: torch.device, upcasts: bool, 
     pipeline = _build(ARCHITECTURES[name], device, upcasts)
     with torch.inference_mode():
         _scale(pipeline, ARCHITECTURES[name], device)
-    pipeline.save_pretrained(folder, safe_serialization=True)
-    scheduler = folder / "scheduler" / "scheduler_config.json"
+    unfinished = folder.with_name(f"{folder.name}.part")
+    pipeline.save_pretrained(unfinished, safe_serialization=True)
+    scheduler = unfinished / "scheduler" / "scheduler_config.json"
     scheduler.write_text(json.dumps(dict(ARCHITECTURES[name].scheduler)))
-    return folder
+    return unfinished.rename(folder)
 
 
 def _build(wanted: Architecture, device: torch.device, upcasts: bool) -> Any:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from batchgen.bench.architectures import ARCHITECTURES, ensure_folder
+from batchgen.bench.architectures import ARCHITECTURES, Architecture, ensure_folder
 from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_s
 from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.workload import SIZES
@@ -18,11 +20,13 @@ from batchgen.engine.attention import BACKENDS, attention
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.engine.graphs import GraphPool
 from batchgen.errors import UsageError
-from batchgen.job import load_job
+from batchgen.job import Job, load_job
 from batchgen.models.family import Network
 from batchgen.records import Bucket
 
 Say = Callable[[str], None]
+Place = tuple[int, int, int]
+"""Batch size, width, height."""
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 REPLAYS = 15
 CHECKED_STEPS = 2
@@ -99,50 +103,46 @@ def check_modes(modes: Sequence[str]) -> None:
 
 
 def time_modes(
-    engine: Engine, bucket: tuple[int, int, int], guidance: float, modes: Sequence[str]
-) -> Iterator[ModeTime]:
-    """One bucket (batch size, width, height) in the given modes, under each attention kernel that the device has."""
+    engine: Engine, bucket: Place, guidance: float, kernels: str | None, modes: Sequence[str]
+) -> list[ModeTime]:
+    """One bucket in the given modes under one attention kernel; None is torch's own choice."""
     one = evaluation(engine, *bucket, guidance, "euler")
-    kernels: Sequence[str | None] = tuple(BACKENDS) if engine.device.type == "cuda" else (None,)
+    times = []
     for is_compiled in (False, True):
-        wanted = [mode for mode in modes if ("compiled" in mode) == is_compiled]
-        if wanted:
-            # As the engine lays them out: compiled convolutions want channels-last weights.
-            layout = torch.channels_last if is_compiled else torch.contiguous_format
-            one.model.network.to(memory_format=layout)  # type: ignore[call-overload]
-        for name in kernels:
-            with torch.inference_mode(), attention(name, engine.device):
-                yield from _timed(one, name or "torch's", wanted)
+        # As the engine lays them out: compiled convolutions want channels-last weights.
+        layout = torch.channels_last if is_compiled else torch.contiguous_format
+        one.model.network.to(memory_format=layout)  # type: ignore[call-overload]
+        with torch.inference_mode(), attention(kernels, engine.device):
+            wanted = [mode for mode in modes if ("compiled" in mode) == is_compiled]
+            times += _timed(one, kernels or "torch's", wanted)
     one.model.network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return times
 
 
-def _timed(one: Evaluation, kernels: str, modes: Sequence[str]) -> Iterator[ModeTime]:
-    device, start = one.model.device, one.start()
+def _timed(one: Evaluation, kernels: str, modes: Sequence[str]) -> list[ModeTime]:
+    """Modes that share a network, eager or compiled."""
+    device, start, times = one.model.device, one.start(), []
     wanted = _after_steps(one, start, lambda: one.step(one.model.network)) if modes else None
-    networks: dict[bool, Network] = {False: one.model.network}
+    torch._dynamo.reset()
+    compiled = torch.compile(one.model.network, fullgraph=True, dynamic=False)
     for mode in modes:
         assert wanted is not None
-        started, pool = time.perf_counter(), GraphPool(device)
-        is_compiled = "compiled" in mode
-        if is_compiled and True not in networks:
-            torch._dynamo.reset()
-            networks[True] = torch.compile(one.model.network, fullgraph=True, dynamic=False)
-        network = networks[is_compiled]
+        network: Network = compiled if "compiled" in mode else one.model.network
 
         def call(network: Network = network) -> None:
             one.step(network)
 
+        started, pool = time.perf_counter(), GraphPool(device)
         call()
         replay = pool.capture(call) if "graph" in mode else call
         made = _after_steps(one, start, replay)
         prepare_s = time.perf_counter() - started
-        seconds = median_s(replay, device, REPLAYS)
+        ms = median_s(replay, device, REPLAYS) * 1e3
         del replay
         pool.clear()
-        largest, rms = deviation(made, wanted)
-        yield ModeTime(
-            str(one.bucket), kernels, mode, seconds * 1e3, prepare_s, torch.equal(made, wanted), largest, rms
-        )
+        errors = deviation(made, wanted)
+        times.append(ModeTime(str(one.bucket), kernels, mode, ms, prepare_s, torch.equal(made, wanted), *errors))
+    return times
 
 
 def _after_steps(one: Evaluation, start: Sequence[Tensor], call: Callable[[], None]) -> Tensor:
@@ -160,23 +160,21 @@ def deviation(made: Tensor, wanted: Tensor) -> tuple[float, float]:
     return float(largest), float(difference.norm() / reference.norm())
 
 
-def hold_buckets(engine: Engine, buckets: Sequence[tuple[int, int, int]], guidance: float) -> Iterator[Held]:
-    """Run each bucket (batch size, width, height) as a run would, from prompts to pictures in two steps, in the
+def hold_buckets(engine: Engine, buckets: Sequence[Place], guidance: float) -> Iterator[Held]:
+    """Run each bucket as a run would, from prompts to pictures in two steps, in the
     engine's mode, and look at the memory then; a new group frees the one before it."""
     for size, width, height in buckets:
         batch = batch_of(engine, size, width, height, guidance, "euler", CHECKED_STEPS)
         engine.prepare([batch], lambda: False)
         engine.submit(batch, lambda: False)()
-        yield Held(str(Bucket(batch.group, size)), *_memory(engine.device))
+        yield Held(
+            str(Bucket(batch.group, size)),
+            torch.cuda.memory_reserved(engine.device),
+            torch.cuda.memory_allocated(engine.device),
+        )
 
 
-def _memory(device: torch.device) -> tuple[int, int]:
-    if device.type != "cuda":
-        return 0, 0
-    return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-
-
-def largest_first(buckets: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def largest_first(buckets: Sequence[Place]) -> list[Place]:
     """Buckets in a plan's order."""
     return sorted(buckets, key=lambda one: (-one[1] * one[2], -one[1], -one[0]))
 
@@ -185,28 +183,39 @@ def bench_modes(settings: Settings, say: Say) -> Report:
     """Time the modes, then capture the 40 sizes if asked for. Raises UsageError and BatchgenError."""
     check_modes(settings.modes)
     quieten()
-    wanted = ARCHITECTURES[settings.arch]
     with workplace(settings.folder) as folder:
         device = find_device(load_job(None, settings.overrides).engine.device)
         path = ensure_folder(settings.arch, folder, device, False, say)
         report = Report(settings.arch, device_name(device), versions())
-        job = [*settings.overrides, f"model.path={path}"]
-        engine = Engine(load_job(None, job))
-        for size in settings.batches:
-            for time_ in time_modes(engine, (size, wanted.side, wanted.side), wanted.guidance, settings.modes):
-                report.times.append(time_)
-                say(str(time_))
-                save(report, settings.json_file)
+        overrides = [*settings.overrides, f"model.path={path}"]
+        _add_times(settings, report, load_job(None, overrides), say)
+        gc.collect()
         if settings.captured_batch:
             # The kernels are named so that no choice is measured in between.
-            engine = Engine(load_job(None, [*job, "engine.mode=graph", "engine.attention=flash"]))
-            sizes = [(width // wanted.divisor, height // wanted.divisor) for width, height in SIZES]
-            buckets = largest_first([(settings.captured_batch, *size) for size in sizes])
-            for held in hold_buckets(engine, buckets, wanted.guidance):
-                report.held.append(held)
-                say(f"{held.bucket}: {held.reserved_bytes / 1e9:.3f} GB reserved")
-            most = max(one.reserved_bytes for one in report.held)
-            report.over_largest_bytes = most - report.held[0].reserved_bytes
-            say(f"{len(report.held)} buckets: {report.over_largest_bytes / 1e9:.3f} GB above the largest one alone")
-        save(report, settings.json_file)
+            job = load_job(None, [*overrides, "engine.mode=graph", "engine.attention=flash"])
+            _add_held(settings.captured_batch, ARCHITECTURES[settings.arch], report, Engine(job), say)
+    save(report, settings.json_file)
     return report
+
+
+def _add_times(settings: Settings, report: Report, job: Job, say: Say) -> None:
+    wanted, engine = ARCHITECTURES[settings.arch], Engine(job)
+    kernels: Sequence[str | None] = [None]
+    if engine.device.type == "cuda":
+        kernels = list(BACKENDS) if job.engine.attention == "auto" else [job.engine.attention]
+    for size, name in product(settings.batches, kernels):
+        times = time_modes(engine, (size, wanted.side, wanted.side), wanted.guidance, name, settings.modes)
+        report.times += times
+        say("\n".join(map(str, times)))
+        save(report, settings.json_file)
+
+
+def _add_held(size: int, wanted: Architecture, report: Report, engine: Engine, say: Say) -> None:
+    if engine.device.type != "cuda":
+        raise UsageError("--captured looks at a GPU's memory, and there is none here; leave it out")
+    buckets = [(size, width // wanted.divisor, height // wanted.divisor) for width, height in SIZES]
+    for held in hold_buckets(engine, largest_first(buckets), wanted.guidance):
+        report.held.append(held)
+        say(f"{held.bucket}: {held.reserved_bytes / 1e9:.3f} GB reserved")
+    report.over_largest_bytes = max(one.reserved_bytes for one in report.held) - report.held[0].reserved_bytes
+    say(f"{len(report.held)} buckets: {report.over_largest_bytes / 1e9:.3f} GB above the largest one alone")

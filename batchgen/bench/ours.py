@@ -16,7 +16,7 @@ import torch
 
 from batchgen.balance import Balance
 from batchgen.bench.figures import rate, share
-from batchgen.bench.traces import Window
+from batchgen.bench.traces import Window, touch_profiler
 from batchgen.bench.watch import Watched
 from batchgen.bench.workload import Wanted, write_manifest
 from batchgen.drafts import Draft
@@ -47,14 +47,14 @@ class Ours:
     cold_images_per_s: float
     load_s: float
     warm_up_s: float
-    """One batch more than the manifest has: choosing modes, compiling and capturing its bucket."""
+    """One row more in each bucket of the first group: choosing modes, compiling and capturing."""
     stage_s: dict[str, float] | None
     """Device seconds, of the steady time."""
     modes: dict[str, int]
     """Images by mode."""
     captures: list[dict[str, Any]]
     steady_capture_s: float
-    """Of the steady time: buckets after the first."""
+    """Of the steady time: buckets of later groups."""
     batches: dict[int, int]
     """By batch size."""
     padded_rows_share: float
@@ -143,6 +143,9 @@ class Bench:
 
     def profile(self) -> Idle:
         """A second run, cut short once the profiler has seen enough of it."""
+        assert self.engine is not None
+        touch_profiler()
+        self.engine.steps.free()
         stop = Stop()
         self._window = Window(lambda: stop.on_signal(signal.SIGTERM, None))
         try:
@@ -189,7 +192,7 @@ class Bench:
             self.engine = Engine(job, context)
             self._load_s = time.perf_counter() - started
         at_batch = self._window.at_batch if self._window else lambda number: None
-        self.watched = Watched(self.engine, at_batch)
+        self.watched = Watched(self.engine, context.work, at_batch)
         return self.watched
 
     def _keep_draft(self, planned: Planned) -> None:

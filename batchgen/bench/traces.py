@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ SKIPPED_BATCHES = 2
 MIN_BATCHES = 3
 MIN_S = 5.0
 WARM_UPS = 3
+TOP = 12
 
 
 @dataclass(slots=True)
@@ -63,22 +66,42 @@ class Window:
         self._is_over = True
         self.batches = number - self._first
         self._profiler.stop()
-        self.busy_s = kernel_intervals(self._profiler)
+        self.busy_s = [(one.start_us / 1e6, one.end_us / 1e6) for one in kernels_of(self._profiler)]
 
 
-def kernel_intervals(profiler: Any) -> list[Interval]:
-    """Start and end, in seconds, of each kernel that a stopped profiler saw; copies and fills are none."""
+def touch_profiler() -> None:
+    """Attach the device's tracing for good: the kernels of a graph are seen only if it was there at the capture."""
+    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that ran on the device; copies and fills are none. Microseconds."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+def kernels_of(profiler: Any) -> list[Kernel]:
+    """What a stopped profiler saw."""
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
-    kernels = [event for event in events if event.get("cat") == "kernel"]
-    return [(event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) for event in kernels]
+    return [
+        Kernel(event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "kernel"
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """A kernel (on a CPU an operator) of a profiled call."""
+    """A kernel (on a CPU an operator) of a profiled call, all its calls together."""
 
     name: str
     calls: int
@@ -86,23 +109,31 @@ class KernelTime:
     share: float
 
 
-def kernel_times(call: Callable[[], object], device: torch.device, top: int = 12) -> list[KernelTime]:
-    """Where the device time of one call goes, the largest first, and a last line of everything."""
+def kernel_times(call: Callable[[], object], device: torch.device) -> list[KernelTime]:
+    """Where the device time of one call goes."""
     for _ in range(WARM_UPS):
         call()
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.synchronize(device)
-    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profiler:
+    if device.type != "cuda":
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+            call()
+        return most((one.key, one.count, one.self_cpu_time_total / 1e3) for one in profiler.key_averages())
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
-        if is_cuda:
-            torch.cuda.synchronize(device)
-    spent = [
-        (one.key, one.count, (one.self_device_time_total if is_cuda else one.self_cpu_time_total) / 1e3)
-        for one in profiler.key_averages()
+        torch.cuda.synchronize(device)
+    return most((one.name, 1, (one.end_us - one.start_us) / 1e3) for one in kernels_of(profiler))
+
+
+def most(spent: Iterable[tuple[str, int, float]]) -> list[KernelTime]:
+    """Names with calls and milliseconds, summed by name: those that took longest, then a line of everything."""
+    calls: dict[str, int] = defaultdict(int)
+    ms: dict[str, float] = defaultdict(float)
+    for name, count, time_ms in spent:
+        calls[name] += count
+        ms[name] += time_ms
+    total = sum(ms.values())
+    rows = [
+        KernelTime(name, calls[name], ms[name], share(ms[name], total))
+        for name in sorted(ms, key=lambda name: -ms[name])[:TOP]
     ]
-    spent = sorted((one for one in spent if one[2] > 0), key=lambda one: -one[2])
-    total = sum(ms for _, _, ms in spent)
-    rows = [KernelTime(name, calls, ms, share(ms, total)) for name, calls, ms in spent[:top]]
-    return [*rows, KernelTime("everything", sum(calls for _, calls, _ in spent), total, 1.0)]
+    return [*rows, KernelTime("everything", sum(calls.values()), total, 1.0)]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from batchgen.engine.engine import Engine
 from batchgen.generator import Pending
-from batchgen.records import Batch, Image, Outcome
+from batchgen.records import Batch, Bucket, Image, Outcome
 
 
 class Watched:
     """An engine at work in a run; a `batchgen.generator.Generator`.
 
-    The first batch is made twice, first to warm up: the modes are chosen, the bucket compiled and captured. The steady
-    time begins after that, before the first shard's prompts are encoded.
+    It warms up before the first shard: its first row is made in each bucket of the first group, so that the modes are
+    chosen and these buckets compiled and captured. The steady time begins then, before the shard's prompts are encoded.
     """
 
-    def __init__(self, engine: Engine, at_batch: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(
+        self, engine: Engine, buckets: Iterable[Bucket], at_batch: Callable[[int], None] = lambda number: None
+    ) -> None:
         self.engine = engine
         self.versions: Mapping[str, str] = engine.versions
         self.first_in_s: float | None = None
@@ -27,6 +30,7 @@ class Watched:
         self.batches: list[Batch] = []
         self.modes: Counter[str] = Counter()
         """Images by mode."""
+        self._buckets = tuple(buckets)
         self._at_batch = at_batch
         self._stage_s: Mapping[str, float] = {}
         self._captures = 0
@@ -35,10 +39,7 @@ class Watched:
         """As Generator.prepare."""
         if self.first_in_s is None:
             started = time.perf_counter()
-            self.engine.prepare(batches[:1], should_drop)
-            self.engine.submit(batches[0], should_drop)()
-            self._stage_s = dict(self.engine.stage_s)
-            self._captures = len(self.engine.steps.captures)
+            self._warm_up(batches[0], should_drop)
             self.first_in_s = time.perf_counter()
             self.warm_up_s = self.first_in_s - started
         self.engine.prepare(batches, should_drop)
@@ -55,6 +56,14 @@ class Watched:
             return found
 
         return outcomes
+
+    def _warm_up(self, batch: Batch, should_drop: Callable[[], bool]) -> None:
+        self.engine.prepare([batch], should_drop)
+        for bucket in self._buckets:
+            if bucket.group == batch.group:
+                self.engine.submit(replace(batch, size=bucket.size, rows=batch.rows[:1]), should_drop)()
+        self._stage_s = dict(self.engine.stage_s)
+        self._captures = len(self.engine.steps.captures)
 
     def stage_s(self) -> dict[str, float]:
         """Device seconds per stage since the first batch came in."""
