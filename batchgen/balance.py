@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batchgen.ledger import Ledger, ShardState, gone_because, stem, this_process
+from batchgen.ledger import Ledger, ShardState, stem
+from batchgen.owners import gone_because, this_process
 from batchgen.plans import PlanIndex
 
 

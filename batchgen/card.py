@@ -19,6 +19,7 @@ tags:
 - synthetic
 configs:
 - config_name: default
+  description: "the images of metadata.parquet {digest}"
   data_files:
   - split: train
     path: "{data_files}"
@@ -46,13 +47,20 @@ as text; what is null there is "" or 0 and its name stands in `nulls`.""",
 }
 
 
-def card(*, name: str, output_format: str, model: str, version: str, num_images: int, num_failed: int = 0) -> str:
-    """The text of the run directory's README.md."""
+def card(
+    *, name: str, output_format: str, model: str, version: str, digest: str, num_images: int, num_failed: int = 0
+) -> str:
+    """The text of the run directory's README.md.
+
+    `digest` is that of the metadata: `datasets` keeps what it has read under the folder's name and the card's words,
+    and would take another run in a folder of the same name for this one.
+    """
     return _TEMPLATE.format(
         name=_one_line(name),
         data_files=_DATA_FILES[output_format],
         num_images=num_images,
         version=version,
+        digest=digest[:16],
         model=_one_line(model).replace("`", "'"),
         failures=f"; {num_failed:,} rows failed, see `failures.parquet`." if num_failed else ".",
         format_note=_FORMAT_NOTES[output_format],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ def is_folder_readable(kind: pa.DataType) -> bool:
 
 def as_text(column: Column) -> Column:
     """A column as strings, nulls kept: text itself, numbers and dates as Arrow writes them, bytes in
-    hexadecimal, everything nested as JSON."""
+    hexadecimal, everything nested as JSON, in which numbers that are not finite are texts."""
     if isinstance(column, pa.ChunkedArray):
         return pa.chunked_array([as_text(chunk) for chunk in column.chunks], pa.string())
     if not isinstance(column.type, pa.BaseExtensionType):
@@ -73,5 +74,14 @@ def _text(value: Any) -> str | None:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False, default=_text)
+        return json.dumps(_as_json(value), ensure_ascii=False, default=_text)
     return str(value)
+
+
+def _as_json(value: Any) -> Any:
+    """A value without the numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

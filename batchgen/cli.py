@@ -15,6 +15,7 @@ import click
 
 from batchgen.bench.commands import bench
 from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
+    from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
     from batchgen.stopping import Stop, StopNow, listening
 
@@ -97,7 +99,7 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
                 may_wait=not no_wait,
                 stop=stop,
                 on_planned=lambda planned: _say_planned(planned, job),
-                on_reading=_reading_bar(),
+                on_reading=reading_bar(),
                 on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
                 progress=_display,
             )
@@ -132,11 +134,12 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
     """
+    from batchgen.progress import reading_bar
     from batchgen.report import plan_facts, plan_text
     from batchgen.rundir import plan_manifest
 
     job = _job(options)
-    planned = plan_manifest(manifest, job, _reading_bar())
+    planned = plan_manifest(manifest, job, reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return
@@ -232,6 +235,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 def main() -> NoReturn:
     """The program: exit codes as the README lists them, no traceback for a user's mistake."""
     try:
+        _check_words(sys.argv[1:])
         cli.main(prog_name="batchgen", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
@@ -244,13 +248,19 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _check_words(words: list[str]) -> None:
+    for word in words:
+        if not is_utf8(word):
+            raise UsageError(f"the argument {word!r} is not UTF-8; rename what it names")
+
+
 def _job(options: dict[str, Any]) -> Job:
     from batchgen.job import load_job
 
-    short = [
-        f"{_SHORT_FORMS[name]}={json.dumps(options[name])}" for name in _SHORT_FORMS if options.get(name) is not None
-    ]
-    return load_job(options["job_file"], [*short, *options["overrides"]])
+    given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
+    short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
+    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
+    return load_job(options["job_file"], [*short, *options["overrides"]], flags)
 
 
 def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -277,23 +287,6 @@ def _say_planned(planned: Planned, job: Job) -> None:
 
     _say_notes(planned)
     _say(plan_text(planned.draft, job))
-
-
-def _reading_bar() -> Callable[[int, int], None]:
-    """A bar for the reading of large manifests."""
-    from tqdm import tqdm
-
-    bars: list[tqdm[NoReturn]] = []
-
-    def read(rows: int, total: int) -> None:
-        if not bars:
-            is_hidden = not sys.stderr.isatty()
-            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
-        bars[0].update(rows)
-        if bars[0].n >= total:
-            bars[0].close()
-
-    return read
 
 
 @contextmanager

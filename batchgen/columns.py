@@ -14,6 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.wording import shorten
+
 Column = TypeVar("Column", pa.Array, pa.ChunkedArray)
 Bools = npt.NDArray[np.bool_]
 
@@ -76,7 +78,7 @@ def shown(cell: pa.Scalar) -> str:
         text = repr(cell.cast(pa.binary()).as_py()) if is_text(cell.type) else f"a {cell.type} with broken text"
     except (ValueError, OverflowError):
         text = f"a {cell.type} that is out of range"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shorten(text)
 
 
 def plain(column: pa.Array) -> pa.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -12,6 +13,11 @@ from pydantic import ConfigDict, Field, PositiveInt, TypeAdapter, ValidationErro
 
 from batchgen.errors import UsageError
 from batchgen.records import Group
+
+HEAD_ROOM = 0.85
+"""Of a device's memory, what a batch may fill together with the weights."""
+GAIN = 0.98
+"""A larger batch must cost less than this, per row, of what a smaller one costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,9 @@ class Cost(Protocol):
 
     def seconds(self, group: Group, size: int) -> Seconds: ...
 
+    def max_batch(self, group: Group) -> int:
+        """The largest batch that memory holds and that still gains by its size."""
+
 
 @dataclass(frozen=True, slots=True)
 class ConservativeModel:
@@ -54,6 +63,9 @@ class ConservativeModel:
         rows = size * (2 if group.is_guided else 1)
         return Seconds(fixed_s=0.02 * size * area, evaluation_s=0.002 + max(0.023, 0.003 * rows * area))
 
+    def max_batch(self, group: Group) -> int:
+        return max_batch_unmeasured(group)
+
 
 @dataclass(frozen=True, slots=True)
 class PatternModel:
@@ -65,6 +77,12 @@ class PatternModel:
     def seconds(self, group: Group, size: int) -> Seconds:
         return Seconds(fixed_s=0.001 + size * (0.001 + 30e-9 * group.width * group.height), evaluation_s=0.0)
 
+    def max_batch(self, group: Group) -> int:
+        return max_batch_unmeasured(group)
+
+
+_Count = Annotated[int, Field(gt=0, lt=2**31)]
+
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
@@ -72,12 +90,17 @@ class Measurement:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    width: PositiveInt
-    height: PositiveInt
+    width: _Count
+    height: _Count
     is_guided: bool
-    batch_size: PositiveInt
+    batch_size: _Count
     fixed_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     evaluation_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    peak_bytes: PositiveInt | None = None
+    """Most device memory in use while the bucket ran, weights included; None where it was not measured, like the
+    next two."""
+    weights_bytes: PositiveInt | None = None
+    device_bytes: PositiveInt | None = None
 
 
 _MEASUREMENTS = TypeAdapter(Annotated[tuple[Measurement, ...], Field(min_length=1)])
@@ -109,6 +132,31 @@ class Profile:
             scale *= 2 if group.is_guided else 0.5
         return Seconds(best.fixed_s * scale, best.evaluation_s * scale)
 
+    def max_batch(self, group: Group) -> int:
+        """What is left of the device beside head-room and weights, over the most bytes per pixel that any bucket
+        needed; a batch larger than was measured to gain by its size is not taken."""
+        most = max_batch_unmeasured(group)
+        same = sorted(
+            (one.batch_size, one.evaluation_s / one.batch_size)
+            for one in self.measurements
+            if (one.width, one.height, one.is_guided) == (group.width, group.height, group.is_guided)
+        )
+        for (_, before_s), (size, row_s) in pairwise(same):
+            if size > most and row_s < GAIN * before_s:
+                most = size
+        limits = [_fitting(one, group) for one in self.measurements]
+        return max(1, min(most, *(limit for limit in limits if limit is not None), most))
+
+
+def _fitting(one: Measurement, group: Group) -> int | None:
+    """The largest batch of a group that fits, by one bucket's peak."""
+    if one.peak_bytes is None or one.weights_bytes is None or one.device_bytes is None:
+        return None
+    pixels = one.width * one.height * one.batch_size * (2 if one.is_guided else 1)
+    needed = max(1, one.peak_bytes - one.weights_bytes) / pixels
+    room = HEAD_ROOM * one.device_bytes - one.weights_bytes
+    return int(room / (needed * group.width * group.height * (2 if group.is_guided else 1)))
+
 
 def load_profile(path: Path) -> Profile:
     """A profile file: `{"source": …, "measurements": [{width, height, is_guided, batch_size, fixed_s,
@@ -120,19 +168,19 @@ def load_profile(path: Path) -> Profile:
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, ('measurements', *first['loc'])))}: {first['msg']}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = repr(error)
     raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {what}")
 
 
-def max_batch_by_memory(width: int, height: int) -> int:
-    """The largest batch that the conservative memory model allows: 8 megapixels in one batch, at most 32 rows."""
-    return max(1, min(32, 8 * 1024**2 // (width * height)))
+def max_batch_unmeasured(group: Group) -> int:
+    """8 megapixels in one batch, at most 32 rows."""
+    return max(1, min(32, 8 * 1024**2 // (group.width * group.height)))
 
 
-def allowed_sizes(group: Group, sizes: Sequence[int] | None, max_batch: int | None) -> tuple[int, ...]:
+def allowed_sizes(group: Group, sizes: Sequence[int] | None, max_batch: int | None, cost: Cost) -> tuple[int, ...]:
     """The batch sizes that a group may use, ascending: the job's, else the powers of two up to its limit."""
     if sizes is not None:
         return tuple(sorted({size for size in sizes if max_batch is None or size <= max_batch}))
-    limit = max_batch or max_batch_by_memory(group.width, group.height)
+    limit = max_batch or cost.max_batch(group)
     return tuple(2**power for power in range(limit.bit_length()) if 2**power <= limit)

@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchgen.columns import plain
 from batchgen.identity import row_digests
 from batchgen.metadata import CARRIED
+from batchgen.wording import listed, shorten
 
 SHOWN = 5
 _KEY = ("id", "image_number")
@@ -72,20 +74,21 @@ def _rows(tables: Tables, keys: U64) -> dict[int, dict[str, Any]]:
     for table in tables() if len(keys) else ():
         here = _digest(table, list(_KEY))
         places = np.flatnonzero(np.isin(here, keys))
-        found |= zip(here[places].tolist(), table.take(places).to_pylist(), strict=True)
+        columns = {name: plain(table[name].take(places).combine_chunks()).to_pylist() for name in table.schema.names}
+        lines = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+        found |= zip(here[places].tolist(), lines, strict=True)
     return found
 
 
 def _counted(what: str, keys: U64, rows: dict[int, dict[str, Any]]) -> str:
     if not len(keys):
         return ""
-    shown = ", ".join(_name(rows[key]) for key in keys[:SHOWN].tolist())
-    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
-    return f"{what}: {len(keys)} ({shown}{more})"
+    shown = [_name(rows[key]) for key in keys[:SHOWN].tolist()]
+    return f"{what}: {len(keys)} ({listed(shown, len(keys))})"
 
 
 def _change(old: dict[str, Any], new: dict[str, Any]) -> str:
-    names = [name for name in old | new if name not in _NOT_ASKED and old.get(name) != new.get(name)]
+    names = [name for name in old | new if name not in _NOT_ASKED and repr(old.get(name)) != repr(new.get(name))]
     changes = [
         f"{name.removeprefix(CARRIED)} {_shown(old.get(name))} there, {_shown(new.get(name))} now" for name in names
     ]
@@ -98,5 +101,4 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(repr(value), 60)

@@ -14,7 +14,7 @@ from batchgen.checks import Checked
 from batchgen.columns import as_type
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
-from batchgen.manifest import Manifest
+from batchgen.manifest import READ_BYTES, Manifest
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
 from batchgen.records import Group
@@ -22,6 +22,8 @@ from batchgen.survey import Survey
 
 MAX_GROUPS = 2**16
 """What the sort key of a draft can count."""
+SLICE_IMAGES = 131_072
+"""Images spelled out at a time."""
 COLUMNS = pa.schema(
     [
         ("position", pa.uint64()),
@@ -107,20 +109,19 @@ def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]
     schema = row_schema(survey.manifest)
     row, image = 0, 0
     for checked, batch, good in survey.batches():
-        rows = slice(row, row + len(good))
-        drawn = survey.seeds(rows, checked.seed[good], checked.has_seed[good])
-        places = good if survey.num_images is None else np.repeat(good, survey.num_images[rows])
-        ids = survey.ids.part(rows).hex() if checked.id_texts is None else checked.id_texts.take(good)
-        if survey.num_images is not None:
-            ids = ids.take(np.repeat(np.arange(len(good)), survey.num_images[rows]))
-        seeds = drawn.seeds
-        again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
-        seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
-        yield (
-            _table(checked, batch, places, ids, drawn.image_number, seeds, image, survey.rules.samplers, schema),
-            drafted.rank[image : image + len(places)],
-        )
-        row, image = row + len(good), image + len(places)
+        most = max(1, min(SLICE_IMAGES, READ_BYTES * batch.num_rows // max(1, batch.nbytes)))
+        for images in survey.images(row, row + len(good), most):
+            places = good[images.row - row]
+            seeds = survey.seeds(images, checked.seed[places], checked.has_seed[places]).seeds
+            again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
+            seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
+            ids = survey.ids.take(images.row).hex() if checked.id_texts is None else checked.id_texts.take(places)
+            yield (
+                _table(checked, batch, places, ids, images.number, seeds, image, survey.rules.samplers, schema),
+                drafted.rank[image : image + len(places)],
+            )
+            image += len(places)
+        row += len(good)
 
 
 def _table(

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 from batchgen.job import Output
@@ -38,15 +37,10 @@ class EncoderPool:
     def release(self) -> None:
         self._slots.release()
 
-    def close(self) -> None:
-        """Let the threads finish what they have, then end them."""
-        self._threads.shutdown(wait=True)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        is_orderly = error is None or isinstance(error, Exception)
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        """Let the threads finish what they have; drop it where a second signal ends the process."""
+        is_orderly = kind is None or issubclass(kind, Exception)
         self._threads.shutdown(wait=is_orderly, cancel_futures=not is_orderly)

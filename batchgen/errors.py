@@ -27,3 +27,8 @@ class Interrupted(BatchgenError):
 
 class RowError(BatchgenError):
     """One row could not be made; its neighbours are not concerned."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things for a sentence: "1 row", "2 rows"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

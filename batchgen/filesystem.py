@@ -49,6 +49,15 @@ def resumable(path: Path) -> Iterator[None]:
         ) from error
 
 
+def is_utf8(name: str | Path) -> bool:
+    """Whether a name can be written down: Python reads the bytes of one that is not UTF-8 as halves of characters."""
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class FileStat:
     """Size in bytes and change time in seconds of the file system's clock."""
@@ -182,9 +191,11 @@ class FileSystem:
         two = one.with_suffix(".link")
         self.write(one, b"probe")
         try:
-            with resumable(folder):
-                os.link(one, two)
+            os.link(one, two)
         except OSError as error:
+            if error.errno in _RESUMABLE:
+                with resumable(folder):
+                    raise
             raise UsageError(
                 f"{folder}: this file system cannot link files ({error.strerror}), which batchgen needs to decide "
                 "who makes what; put the run directory on another one (NFS, Lustre, GPFS and local disks do)"

@@ -5,6 +5,7 @@ Any worker that finds all rows settled does this, or a person does; two at once 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import shutil
@@ -33,6 +34,7 @@ from batchgen.spill import Reorder, part_bounds
 from batchgen.version import VERSION
 
 _PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
+METADATA = "metadata.parquet"
 SUCCESS = "_SUCCESS"
 """Written last: its content names the plan that it stands for."""
 
@@ -64,28 +66,28 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
             f"{run.path}: {balance.outstanding} of {balance.rows} rows are outstanding; run the job to its end, or "
             "write tables of what there is with --partial"
         )
-    receipts = [receipt for state in ledger.states(index.shards) for receipt in state.committed]
-    for receipt in receipts:
+    for receipt in ledger.committed(index.shards):
         publish(run, receipt)
     _withdraw(run, ledger)
     scratch = run.root / f"finalize-{secrets.token_hex(4)}"
     run.files.make_folder(scratch)
     try:
-        tables = _write_tables(index, _sources(run, ledger, receipts), scratch, is_partial=is_partial)
+        tables = _write_tables(index, _sources(run, index, ledger), scratch, is_partial=is_partial)
+        digest = _digest(tables[METADATA]) if METADATA in tables else ""
         run.files.sync_folder(run.data)
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if not is_partial:
-        _close(run, index, balance)
+        _close(run, index, balance, digest)
         _sweep(run, index, ledger)
     return balance
 
 
-def _sources(run: RunDirectory, ledger: Ledger, receipts: list[Receipt]) -> _Sources:
+def _sources(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> _Sources:
     paths, positions = [], [np.zeros(0, np.uint64)]
-    for receipt in receipts:
+    for receipt in ledger.committed(index.shards):
         path = ledger.table_path(receipt.shard, receipt.epoch)
         table = _read(path, ["position", "status", "file_name", "bytes"])
         _check_files(run, receipt, table)
@@ -115,6 +117,11 @@ def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
         _check_size(run.path / name, size)
 
 
+def _digest(path: Path) -> str:
+    with resumable(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _check_size(path: Path, size: int) -> None:
     found = path.stat().st_size if path.is_file() else None
     if found != size:
@@ -126,7 +133,7 @@ def _write_tables(index: PlanIndex, sources: _Sources, scratch: Path, *, is_part
     """Write the tables into `scratch`: the name that each is to have under the run directory, and where it lies."""
     middle = ".partial" if is_partial else ""
     wanted: dict[str, Callable[[pa.Table], pa.Table]] = {
-        f"metadata{middle}.parquet": made_rows,
+        METADATA.replace(".", f"{middle}.", 1): made_rows,
         f"failures{middle}.parquet": failed_rows,
     }
     if index.output_format == "files" and not is_partial:
@@ -168,7 +175,7 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
                 run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
 
 
-def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
+def _close(run: RunDirectory, index: PlanIndex, balance: Balance, digest: str) -> None:
     """The rejected rows, the card, and the marker that says for which plan all of it stands."""
     rejected = run.plans / index.folder / REJECTED
     if index.num_rejected and run.files.stat(run.path / REJECTED) is None:
@@ -178,6 +185,7 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance) -> None:
         output_format=index.output_format,
         model=index.model,
         version=VERSION,
+        digest=digest,
         num_images=balance.done,
         num_failed=balance.failed,
     )

@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,14 +46,13 @@ class Container(Protocol):
     """
 
     suffix: ClassVar[str]
-    kind: ClassVar[Literal["file", "folder"]]
 
     def stage(self, member: Member) -> None: ...
 
     def append(self, member: Member) -> None: ...
 
-    def close(self) -> tuple[int, int, str]:
-        """Make all of it durable; the number of files, their bytes, and the sha256 of the whole."""
+    def close(self) -> tuple[int, str]:
+        """Make all of it durable; its bytes, and the sha256 of the whole."""
 
     def abort(self) -> None:
         """Let go of what is open, whatever state it is in."""
@@ -63,7 +62,6 @@ class Folder:
     """One file per image."""
 
     suffix: ClassVar[str] = ""
-    kind: ClassVar[Literal["file", "folder"]] = "folder"
 
     def __init__(self, path: Path, shard: pa.Table, model: str) -> None:
         path.mkdir()
@@ -78,9 +76,9 @@ class Folder:
         self._digests.append((member.file, member.written.sha256))
         self._num_bytes += member.written.bytes
 
-    def close(self) -> tuple[int, int, str]:
+    def close(self) -> tuple[int, str]:
         disk.FILES.sync_folder(self._path)
-        return len(self._digests), self._num_bytes, folder_digest(self._digests)
+        return self._num_bytes, folder_digest(self._digests)
 
     def abort(self) -> None:
         pass
@@ -90,7 +88,6 @@ class Tar:
     """A webdataset shard: per image `NAME.png` and `NAME.json`, the same bytes whenever the images are."""
 
     suffix: ClassVar[str] = ".tar"
-    kind: ClassVar[Literal["file", "folder"]] = "file"
 
     def __init__(self, path: Path, shard: pa.Table, model: str) -> None:
         self._file = disk.HashedFile(path)
@@ -108,10 +105,10 @@ class Tar:
         self._add(name.name, member.data)
         self._add(name.with_suffix(".json").name, sample.encode())
 
-    def close(self) -> tuple[int, int, str]:
+    def close(self) -> tuple[int, str]:
         self._tar.close()
         self._file.close_durably()
-        return 1, self._file.tell(), self._file.hexdigest()
+        return self._file.tell(), self._file.hexdigest()
 
     def abort(self) -> None:
         self._file.close()
@@ -133,7 +130,6 @@ class Parquet:
     """Images as a `datasets` Image column, every metadata column beside them."""
 
     suffix: ClassVar[str] = ".parquet"
-    kind: ClassVar[Literal["file", "folder"]] = "file"
 
     def __init__(self, path: Path, shard: pa.Table, model: str) -> None:
         self._file = disk.HashedFile(path)
@@ -154,12 +150,12 @@ class Parquet:
         if len(self._group) == _MAX_GROUP_ROWS or num_bytes >= _MAX_GROUP_BYTES:
             self._write_group()
 
-    def close(self) -> tuple[int, int, str]:
+    def close(self) -> tuple[int, str]:
         if self._group:
             self._write_group()
         self._writer.close()
         self._file.close_durably()
-        return 1, self._file.tell(), self._file.hexdigest()
+        return self._file.tell(), self._file.hexdigest()
 
     def abort(self) -> None:
         self._file.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from batchgen.cost import Measurement
 from batchgen.errors import BatchgenError
 from batchgen.job import Job
 from batchgen.records import Batch, Bucket, Outcome, Work
@@ -54,6 +55,9 @@ class Generator(Protocol):
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         """Set a batch to work. The next one may be submitted before this one's outcomes are asked for."""
+
+    def measurements(self) -> Sequence[Measurement]:
+        """What the buckets that ran were seen to cost on a GPU."""
 
 
 def open_generator(job: Job, context: Context | None = None) -> Generator:

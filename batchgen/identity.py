@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from batchgen.columns import decoded, is_given, is_text, plain, retyped
+from batchgen.records import NOISE_BITS
 
 U64 = npt.NDArray[np.uint64]
 _BINARIES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
@@ -183,7 +184,7 @@ def derived_seeds(ids: Digests, image_number: U64, run_seed: U64, salt: int = 0)
 
 def noise_keys(content: npt.NDArray[np.uint32], seeds: U64) -> U64:
     """What rows of equal content and equal noise share: 32 bits of each."""
-    return (content.astype(np.uint64) << np.uint64(32)) | (seeds & np.uint64(0xFFFF_FFFF))
+    return (content.astype(np.uint64) << np.uint64(32)) | (seeds & np.uint64(NOISE_BITS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from batchgen.sources.base import Source
 from batchgen.sources.hub import HubTable
 from batchgen.sources.jsonlines import JsonLines
 from batchgen.sources.tables import Table
+from batchgen.wording import listed
 
 _READERS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": Table,
@@ -30,6 +32,15 @@ _READERS: Mapping[str, Callable[[Path], Source]] = {
     ".jsonl": JsonLines,
 }
 _ALLOWED = f"{', '.join(_READERS)}, a data set's folder, or its name on the Hugging Face hub"
+_TABLE_SUFFIXES = frozenset([".parquet", ".json", ".xls", ".xlsx", ".ods", ".arrow", ".feather", ".gz", ".zip", ".zst"])
+"""Files of tables that are not read: a name that ends so is none of a data set on the hub."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_SEPARATORS = {
+    ";": "semicolons between its cells, save it with commas",
+    "|": "bars between its cells, save it with commas",
+    "\t": "tabs between its cells, name it NAME.tsv",
+    ",": "commas between its cells, name it NAME.csv",
+}
 _ALSO_PROMPTS = ("caption", "text", "description")
 
 
@@ -95,7 +106,9 @@ def _open_file(path: Path, split: str | None) -> Source:
 
 
 def _looks_like_file(source: str) -> bool:
-    return Path(source).suffix.lower() in _READERS or source.startswith((".", "/", "~")) or source.count("/") > 1
+    suffix = Path(source).suffix.lower()
+    is_table = suffix in _READERS or suffix in _TABLE_SUFFIXES
+    return is_table or source.startswith(".") or _HUB_NAME.fullmatch(source) is None
 
 
 def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str, str]:
@@ -110,6 +123,7 @@ def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str
     theirs_to_ours = {theirs: ours for ours, theirs in columns.items()}
     renamed = {name: theirs_to_ours.get(name, name) for name in names}
     if "prompt" not in renamed.values():
+        _refuse_separator(names, source)
         raise UsageError(f"{source} has no column prompt; {_found(names)}. Add --column prompt={_nearest(names)}")
     if "" in renamed.values():
         raise UsageError(f"{source}: a column has no name; give it one with --column index= (any name will do)")
@@ -126,9 +140,15 @@ def _refuse_twins(names: list[str], sentence: str) -> None:
         raise UsageError(f"{sentence}: {', '.join(map(repr, twins))}")
 
 
+def _refuse_separator(names: list[str], source: str) -> None:
+    """Say of a table that is cut at another letter what it looks like: one column, named as all of them together."""
+    mend = next((mend for letter, mend in _SEPARATORS.items() if letter in names[0]), None)
+    if len(names) == 1 and mend is not None:
+        raise UsageError(f"{source}: one column {names[0]!r} was found; if it has {mend}")
+
+
 def _found(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:30]))
-    return f"its columns are {shown}" + (f" and {len(names) - 30} more" if len(names) > 30 else "")
+    return f"its columns are {listed(list(map(repr, names[:30])), len(names))}"
 
 
 def _nearest(names: list[str]) -> str:

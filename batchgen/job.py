@@ -16,7 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchgen.errors import UsageError
 
-_PositiveInt = Annotated[int, Field(ge=1)]
+_PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+_Few = Annotated[int, Field(ge=1, le=4096)]
+"""Rows of a batch, or threads."""
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class _Table(BaseModel):
@@ -29,6 +32,7 @@ class Model(_Table):
     path: str = "demo"
     """"pattern", "demo", a local diffusers folder or a hub id."""
     revision: str | None = None
+    """Branch, tag or commit of a hub id; None is its main branch."""
     variant: str | None = None
     """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -53,17 +57,20 @@ class Sampling(_Table):
 class Plan(_Table):
     """`[plan]`: how rows are checked, grouped and cut."""
 
-    batch_sizes: Annotated[tuple[_PositiveInt, ...], Field(min_length=1, strict=False)] | None = None
+    batch_sizes: Annotated[tuple[_Few, ...], Field(min_length=1, strict=False)] | None = None
     """The allowed batch sizes; None is the powers of two up to `max_batch`."""
-    max_batch: _PositiveInt | None = None
+    max_batch: _Few | None = None
     """None: as many rows as the memory model allows, at most 32."""
     shard_images: _PositiveInt | None = None
     """Most images in a shard; None is cut by predicted cost."""
     profile: str | None = None
     """JSON file of measured seconds for this GPU and model."""
     size_policy: Literal["strict", "round"] = "strict"
+    """Whether a size that the model cannot do is a bad row or becomes the nearest one that it can."""
     on_bad_row: Literal["stop", "skip"] = "stop"
+    """Whether a row that cannot be made as asked ends the run or goes into `rejected.parquet`."""
     on_truncate: Literal["warn", "error"] = "warn"
+    """Whether prompts longer than the model reads are cut and counted, or refused."""
 
 
 class Engine(_Table):
@@ -75,7 +82,7 @@ class Engine(_Table):
     """How the network is run; auto weighs the work that is left, and is eager on a CPU."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
     """Attention kernels on a GPU; auto times them."""
-    decode_batch: _PositiveInt = 4
+    decode_batch: _Few = 4
     """Images decoded at once."""
     text_encoder: Literal["gpu", "offload"] = "gpu"
     """Where the text encoders lie while they have nothing to do."""
@@ -85,22 +92,28 @@ class Output(_Table):
     """`[output]`: what is written."""
 
     format: Literal["files", "webdataset", "parquet"] = "files"
+    """A folder, a tar or a Parquet file for each part."""
     image: Literal["png", "jpeg", "webp"] = "png"
     quality: Annotated[int, Field(ge=1, le=100)] = 95
     """Of jpeg and webp; png knows none."""
     embed: bool = True
     """Whether a row's parameters travel inside its image file."""
-    encoders: _PositiveInt | None = None
+    encoders: _Few | None = None
     """Encoder threads; None is one per usable core, at most 8."""
 
 
 class Run(_Table):
     """`[run]`: how workers behave."""
 
-    grace_s: Annotated[float, Field(gt=0)] = 25.0
-    commit_every_s: Annotated[float, Field(gt=0)] = 120.0
-    stale_after_s: Annotated[float, Field(gt=0)] = 600.0
+    grace_s: _Seconds = 25.0
+    """Seconds from a stop signal to the last commit."""
+    commit_every_s: _Seconds = 120.0
+    """Seconds of work, at most one batch over, that are committed together: what a SIGKILL costs."""
+    stale_after_s: _Seconds = 600.0
+    """Seconds without a heartbeat, by the file system's clock, after which a worker is thought dead."""
     max_deaths: _PositiveInt = 3
+    """Owners of a shard that die in a row, without a commit, until its rows are made one by one; as many more, and
+    the row at work fails."""
 
 
 class Job(_Table):
@@ -116,48 +129,66 @@ class Job(_Table):
     run: Run = Run()
 
 
-def load_job(path: Path | str | None = None, overrides: Iterable[str] = ()) -> Job:
+def load_job(
+    path: Path | str | None = None, overrides: Iterable[str] = (), flags: Mapping[str, str] | None = None
+) -> Job:
     """The job of a TOML file (or of nothing but defaults) with `table.key=value` overrides laid over it.
 
-    Raises UsageError for a file that cannot be read, a key that does not exist or a value of the wrong type.
+    `flags` are keys whose override was given by an option of its own, which errors then name. Raises UsageError for
+    a file that cannot be read, a key that does not exist or a value of the wrong type.
     """
     tables: dict[str, Any] = {}
-    source = "the command line"
     if path is not None:
-        source = str(path)
-        try:
-            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"job file {path} cannot be read: {error}") from None
-        except ValueError as error:
-            raise UsageError(f"job file {path} is not TOML: {error}") from None
-    _check(tables, source)
+        tables = _read(Path(path))
+    _check(tables, "the command line" if path is None else str(path), {})
     for override in overrides:
         _lay_over(tables, override)
-    return _check(tables, "--set")
+    return _check(tables, "--set", flags or {})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#04x} at offset {error.start}"
+        raise UsageError(f"job file {path} is not UTF-8 ({byte}); save it as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"job file {path} cannot be read: {error}") from None
+    except RecursionError:
+        raise UsageError(f"job file {path} is not usable: its brackets are nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"job file {path} is not TOML: {error}") from None
 
 
 def _lay_over(tables: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     table, dot, key = name.strip().partition(".")
     if not (equals and dot and key):
-        raise UsageError(f"--set {override!r} is not of the form table.key=value")
+        raise UsageError(f"--set {_shown(override)} is not of the form table.key=value")
+    tables.setdefault(table, {})[key] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """What a text says in TOML; the text itself if it is no value there."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        value = text
-    tables.setdefault(table, {})[key] = value
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
-def _check(tables: dict[str, Any], source: str) -> Job:
+def _check(tables: dict[str, Any], source: str, flags: Mapping[str, str]) -> Job:
     try:
         return Job.model_validate(tables)
     except ValidationError as error:
-        sentences = [_sentence(detail, source) for detail in error.errors()]
-        raise UsageError("\n".join(sentences)) from None
+        details = error.errors()
+        places = [detail["loc"] for detail in details]
+        # A list whose every entry is wrong is said to be empty as well.
+        whole = [one for one in details if not any(one["loc"] == place[:-1] for place in places)]
+        raise UsageError("\n".join(_sentence(detail, source, flags) for detail in whole)) from None
 
 
-def _sentence(detail: Any, source: str) -> str:
+def _sentence(detail: Any, source: str, flags: Mapping[str, str]) -> str:
     place = [str(part) for part in detail["loc"]]
     name = ".".join(place)
     if detail["type"] == "extra_forbidden":
@@ -165,7 +196,14 @@ def _sentence(detail: Any, source: str) -> str:
         near = difflib.get_close_matches(place[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"{source}: there is no key {name!r}; {hint}"
-    return f"{source}: {name} = {detail['input']!r} is not usable: {detail['msg']}"
+    said = flags.get(name, f"{source}: {name} =")
+    unset = "; a key cannot be unset here, leave it out for its default" if detail["input"] == "" else ""
+    return f"{said} {_shown(detail['input'])} is not usable: {detail['msg']}{unset}"
+
+
+def _shown(value: object) -> str:
+    text = "an integer of thousands of digits" if isinstance(value, int) and abs(value) >= 10**4000 else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _keys_beside(place: list[str]) -> list[str]:

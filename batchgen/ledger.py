@@ -8,9 +8,6 @@ heartbeats only decide when it is worth suspecting an owner.
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -18,79 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.filesystem import FileSystem
+from batchgen.owners import Owner, gone_because
 
 CLOCK_S = 60.0
 TABLE_SUFFIX = ".rows.parquet"
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
 _NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What comes of reading bytes that are no slot's content."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """One worker process, as its claims name it."""
-
-    token: str
-    host: str
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    start_time: str
-    """Of the process, in the kernel's ticks since boot: tells it from a later one with the same pid."""
-    job_id: str = ""
-    """Slurm's, with the array task; empty elsewhere."""
-    restart_count: int = 0
-
-
-def this_process() -> Owner:
-    """The running process as an owner, with a fresh token."""
-    environment = os.environ
-    array_job = environment.get("SLURM_ARRAY_JOB_ID")
-    job_id = f"{array_job}_{environment['SLURM_ARRAY_TASK_ID']}" if array_job else environment.get("SLURM_JOB_ID", "")
-    return Owner(
-        token=secrets.token_hex(8),
-        host=socket.gethostname(),
-        boot_id=_text("/proc/sys/kernel/random/boot_id"),
-        pid_namespace=_link("/proc/self/ns/pid"),
-        pid=os.getpid(),
-        start_time=start_time(os.getpid()),
-        job_id=job_id,
-        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0")),
-    )
-
-
-_ended: set[str] = set()
-"""Tokens of this process's owners that will not go on: a run can fail and be started again without a new process."""
-
-
-def end(owner: Owner) -> None:
-    """Note that an owner of this process has stopped working, whatever it holds."""
-    _ended.add(owner.token)
-
-
-def has_ended(owner: Owner) -> bool:
-    """Whether an owner of this process has stopped working."""
-    return owner.token in _ended
-
-
-def start_time(pid: int) -> str:
-    """A process's start time, "" if there is no such process (or it has ended and only waits to be reaped)."""
-    stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return "" if len(stat) < 20 or stat[0] in "ZX" else stat[19]
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="latin-1").strip()
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except FileNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +139,6 @@ class Ledger:
     def receipt_path(self, shard: int, epoch: int) -> Path:
         return self.root / "receipts" / stem(shard, epoch)
 
-    def work_path(self, shard: int, epoch: int) -> Path:
-        """Where the part of a (shard, epoch) is written, but for its suffix."""
-        return self.root / "work" / stem(shard, epoch)
-
     def table_path(self, shard: int, epoch: int) -> Path:
         return self.root / "work" / f"{stem(shard, epoch)}{TABLE_SUFFIX}"
 
@@ -229,6 +156,10 @@ class Ledger:
 
     def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
         return (self.state(shard) for shard in shards)
+
+    def committed(self, shards: Iterable[int]) -> Iterator[Receipt]:
+        """All committed receipts, a shard's at a time: together they name every settled row."""
+        return (receipt for state in self.states(shards) for receipt in state.committed)
 
     def receipt(self, shard: int, epoch: int) -> Receipt | None:
         """The receipt of an epoch; one that cannot be read counts as abandoned."""
@@ -299,18 +230,6 @@ class Ledger:
 
     def _put(self, path: Path, content: Mapping[str, Any]) -> bool:
         return self.files.put_if_absent(path, json.dumps({"token": self._me.token, **content}).encode())
-
-
-def gone_because(owner: Owner, me: Owner) -> str | None:
-    """Why an owner cannot be running any more, as far as this process can tell without a clock."""
-    if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
-        if start_time(owner.pid) != owner.start_time:
-            return f"its process {owner.pid} on {owner.host} is gone"
-        if owner.pid == me.pid and has_ended(owner):
-            return "its run, in this process, has ended"
-    elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
-        return f"Slurm has restarted its job {owner.job_id}"
-    return None
 
 
 def _content(receipt: Receipt) -> dict[str, Any]:

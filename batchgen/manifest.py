@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import glob
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 from batchgen.carried import holds
 from batchgen.columns import as_type, is_text, replaced, without_views
 from batchgen.errors import UsageError
-from batchgen.filesystem import resumable
+from batchgen.manifest_files import FileIdentity, find_files
 
 PARAMETERS = (
     "id",
@@ -37,7 +36,11 @@ PARAMETERS = (
 """The columns that batchgen reads; any other is carried into the metadata."""
 
 READ_ROWS = 131_072
-"""Rows read at a time."""
+READ_BYTES = 64 * 2**20
+"""Rows read at a time, at most, and about their bytes in memory."""
+PROBED_ROWS = 1_024
+BUFFER_BYTES = 2**20
+"""Of a column of a row group, read from the disk at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Manifest:
     """An opened manifest: nothing of its rows is in memory."""
 
     files: tuple[Path, ...]
+    identities: tuple[FileIdentity | None, ...]
+    """Of the files, as they were opened."""
     first_rows: tuple[int, ...]
     """The manifest row at which each file begins."""
     num_rows: int
@@ -67,9 +72,19 @@ class Manifest:
         """All rows in order. Carried columns have one type in all batches, ours that of their file: they are read as
         exactly as they were written. Columns that a file lacks are null. Raises UsageError for a damaged file."""
         for path in self.files:
-            for batch in _read(path):
+            for batch in self._read(path):
                 arrays = [self._column(name, batch, path) for name in self.schema.names]
                 yield pa.RecordBatch.from_arrays(arrays, names=self.schema.names)
+
+    def _read(self, path: Path) -> Iterator[pa.RecordBatch]:
+        num_read = 0
+        try:
+            for batch in _batches(_opened(path)):
+                num_read += batch.num_rows
+                yield batch
+        except (OSError, pa.ArrowException) as error:
+            self.check_unchanged()
+            raise UsageError(f"{path} cannot be read beyond row {num_read}: it is damaged ({error})") from None
 
     def _column(self, name: str, batch: pa.RecordBatch, path: Path) -> pa.Array:
         source, kind = self.sources[name], self.schema.field(name).type
@@ -94,36 +109,14 @@ class Manifest:
                 total.update(hashlib.file_digest(file, "sha256").digest())
         return total.hexdigest()
 
-
-def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
-    """The Parquet files that paths, folders and globs name, each once. Raises UsageError for a name without any."""
-    found: dict[Path, Path] = {}
-    for name in names:
-        path = Path(name)
-        with resumable(path):
-            is_name = path.exists()
-        matches = [path] if is_name else [Path(file) for file in sorted(glob.glob(str(name), recursive=True))]
-        if not matches:
-            raise UsageError(
-                f"manifest: {name} matches no file; the folder {path.parent} holds {_listing(path.parent)}"
-            )
-        files = [file for match in matches for file in (_files_in(match) if match.is_dir() else [match])]
-        if not files:
-            holds = "; ".join(f"{match} holds {_listing(match)}" for match in matches)
-            raise UsageError(f"manifest: folder {name} holds no *.parquet file; {holds}")
-        for file in files:
-            found.setdefault(file.resolve(), file)
-    if not found:
-        raise UsageError("manifest: no file was named")
-    return tuple(found.values())
-
-
-def _files_in(folder: Path) -> list[Path]:
-    if (folder / ".run").is_dir():
-        raise UsageError(f"{folder} is a run directory; name the manifest that it was made of, and {folder} with -o")
-    return sorted(
-        file for file in folder.rglob("*.parquet") if file.is_file() and _is_visible(file.relative_to(folder))
-    )
+    def check_unchanged(self) -> None:
+        """Raises UsageError if a file is not the one that was opened."""
+        for path, before in zip(self.files, self.identities, strict=True):
+            if (now := FileIdentity.of(path)) != before:
+                what = "is gone" if now is None else f"has {now.num_bytes} bytes now"
+                raise UsageError(
+                    f"manifest: {path} changed while it was read (it {what}); run the command again once it is whole"
+                )
 
 
 def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None = None) -> Manifest:
@@ -133,6 +126,7 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     disagree about a column's type.
     """
     files = find_files(names)
+    identities = tuple(map(FileIdentity.of, files))
     schemas = [_opened(path).schema_arrow for path in files]
     counts = [_opened(path).metadata.num_rows for path in files]
     columns = list(dict.fromkeys(name for schema in schemas for name in schema.names))
@@ -147,6 +141,7 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
                 _merge(fields, kept.with_name(name), path, files)
     return Manifest(
         files=files,
+        identities=identities,
         first_rows=tuple(sum(counts[:number]) for number in range(len(counts))),
         num_rows=sum(counts),
         schema=pa.schema([pa.field(field.name, field.type) for field in fields.values()]),
@@ -226,19 +221,29 @@ def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
     return None
 
 
-def _read(path: Path) -> Iterator[pa.RecordBatch]:
-    file, num_read = _opened(path), 0
-    try:
-        for batch in file.iter_batches(batch_size=READ_ROWS):
-            num_read += batch.num_rows
-            yield batch
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"{path} cannot be read beyond row {num_read}: it is damaged ({error})") from None
+def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    for group in range(file.num_row_groups):
+        yield from file.iter_batches(_rows_at_once(file, group), row_groups=[group])
+
+
+def _rows_at_once(file: pq.ParquetFile, group: int) -> int:
+    """How many rows of a row group READ_BYTES hold, by its size in the file, and by what its first rows are in memory:
+    a text that is repeated stands in the file once."""
+    counted = file.metadata.row_group(group)
+    if not counted.num_rows:
+        return READ_ROWS
+    row_bytes: int = counted.total_byte_size // counted.num_rows
+    probed = min(PROBED_ROWS, max(1, READ_BYTES // max(1, row_bytes)))
+    if counted.num_rows > probed:
+        first = next(file.iter_batches(probed, row_groups=[group]))
+        row_bytes = max(row_bytes, first.nbytes // first.num_rows)
+    return max(1, min(READ_ROWS, READ_BYTES // max(1, row_bytes)))
 
 
 def _opened(path: Path) -> pq.ParquetFile:
+    # Not mapped into memory: a file that is cut short meanwhile would end the process.
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        return pq.ParquetFile(path, buffer_size=BUFFER_BYTES)
     except pa.ArrowException as error:
         with path.open("rb") as file:
             start = file.read(16)
@@ -248,15 +253,3 @@ def _opened(path: Path) -> pq.ParquetFile:
         ) from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-
-
-def _is_visible(path: Path) -> bool:
-    return not any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _listing(folder: Path) -> str:
-    if not folder.is_dir():
-        return "nothing: it does not exist"
-    names = sorted(entry.name for entry in folder.iterdir())
-    shown = ", ".join(names[:10]) or "nothing"
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")

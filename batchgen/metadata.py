@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchgen.columns import as_type
-from batchgen.records import Failure, Row, Written
+from batchgen.records import NOISE_BITS, Failure, Row, Written
 
 CARRIED = "carried:"
 """Prefix of the manifest's own columns in plans and row tables; published tables name them without it."""
@@ -121,7 +121,7 @@ def failed_rows(table: pa.Table) -> pa.Table:
 
 def noise_seeds(seeds: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """`Row.noise_seed` for a column of seeds."""
-    return pc.bit_wise_and(seeds, pa.scalar(0xFFFF_FFFF, pa.uint64())).cast(pa.uint32())
+    return pc.bit_wise_and(seeds, pa.scalar(NOISE_BITS, pa.uint64())).cast(pa.uint32())
 
 
 def parameters(row: Row, model: str) -> dict[str, Any]:

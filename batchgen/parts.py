@@ -30,14 +30,14 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield file.name, file.read_bytes()
 
 
-def part_digest(path: Path) -> tuple[int, int, str]:
-    """A part as it lies on the disk: files, bytes and sha256, as `Part` and the receipt have them."""
+def part_digest(path: Path) -> tuple[int, str]:
+    """A part as it lies on the disk: bytes and sha256, as `Part` and the receipt have them."""
     with _damage_named(path):
         if not path.is_dir():
-            return 1, path.stat().st_size, _file_digest(path)
+            return path.stat().st_size, _file_digest(path)
         files = sorted(path.iterdir())
         num_bytes = sum(file.stat().st_size for file in files)
-        return len(files), num_bytes, folder_digest((file.name, _file_digest(file)) for file in files)
+        return num_bytes, folder_digest((file.name, _file_digest(file)) for file in files)
 
 
 def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:

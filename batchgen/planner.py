@@ -152,7 +152,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
     """
     starts, sizes, numbers, seconds, evaluations, idle = [], [], [], [], [], []
     for number, values, counts in runs:
-        allowed = allowed_sizes(groups[number], limits.batch_sizes, limits.max_batch)
+        allowed = allowed_sizes(groups[number], limits.batch_sizes, limits.max_batch, cost)
         if not allowed:
             raise UsageError(
                 f"plan.batch_sizes = {list(limits.batch_sizes or ())} leaves no size within "

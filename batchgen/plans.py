@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +34,8 @@ from batchgen.rejections import Rejections
 from batchgen.spill import Reorder, part_bounds
 
 SHARDS_PER_FILE = 1_000
+FILE_BYTES = 64 * 2**20
+"""A plan file's shards, at most, and about their bytes in memory."""
 REJECTED = "rejected.parquet"
 WRITERS = 2
 """Plan files written at a time."""
@@ -144,12 +146,16 @@ def freeze(
     folder = root / f"0-{token}"
     try:
         index = _written(drafted, folder, files, model, job, fingerprint, rejections)
+        drafted.survey.manifest.check_unchanged()
         if files.put_if_absent(root / "0.json", index.to_bytes(token)):
             return index
     except FileNotFoundError:
         # The folder of a plan that lost is swept when the run of the one that won is finalized.
         if load_index(root, files) is None:
             raise
+    except UsageError:
+        remove(folder)
+        raise
     remove(folder)
     existing = load_index(root, files)
     assert existing is not None
@@ -201,21 +207,37 @@ def load_index(root: Path, files: FileSystem) -> PlanIndex | None:
 
 
 def _write_files(drafted: Draft, folder: Path, files: FileSystem) -> Iterator[PlanFile]:
-    spilled = Reorder(folder, row_schema(drafted.survey.manifest), part_bounds(drafted.cut.shard_row_start))
+    bounds = part_bounds(drafted.cut.shard_row_start, drafted.survey.num_bytes)
+    spilled = Reorder(folder, row_schema(drafted.survey.manifest), bounds)
     with resumable(folder):
         for table, ranks in plan_rows(drafted):
             spilled.add(table, ranks)
         shards = _shards(spilled.parts(), drafted.cut)
         with ThreadPoolExecutor(WRITERS) as pool:
             pending: deque[Future[PlanFile]] = deque()
-            for first in range(0, drafted.cut.num_shards, SHARDS_PER_FILE):
-                tables = list(islice(shards, SHARDS_PER_FILE))
-                path = folder / f"{first // SHARDS_PER_FILE:04d}.parquet"
+            first = 0
+            for number, tables in enumerate(_of_files(shards)):
+                path = folder / f"{number:04d}.parquet"
                 pending.append(pool.submit(_write_file, path, tables, first, files))
+                first += len(tables)
                 if len(pending) == WRITERS:
                     yield pending.popleft().result()
             yield from (one.result() for one in pending)
         files.sync_folder(folder)
+
+
+def _of_files(shards: Iterator[pa.Table]) -> Iterator[list[pa.Table]]:
+    """The shards of each file."""
+    tables: list[pa.Table] = []
+    num_bytes = 0
+    for shard in shards:
+        tables.append(shard)
+        num_bytes += shard.nbytes
+        if len(tables) == SHARDS_PER_FILE or num_bytes >= FILE_BYTES:
+            yield tables
+            tables, num_bytes = [], 0
+    if tables:
+        yield tables
 
 
 def _write_file(path: Path, shards: list[pa.Table], first: int, files: FileSystem) -> PlanFile:
@@ -294,8 +316,10 @@ def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = f
     """The batches of a shard's table, without the rows of `skip` (by index); batches left empty are not there."""
     number = shard["batch"].to_numpy()
     edges = np.append(np.flatnonzero(np.append(True, number[1:] != number[:-1])), len(number)).tolist()
+    # Python cannot hold the values of every carried column: dates of the year 12000, say.
+    own = shard.select([name for name in shard.schema.names if not name.startswith(CARRIED)])
     for start, end in pairwise(edges):
-        lines = shard.slice(start, end - start).to_pylist()
+        lines = own.slice(start, end - start).to_pylist()
         rows = tuple(_row(start + place, one) for place, one in enumerate(lines) if start + place not in skip)
         if rows:
             yield Batch(lines[0]["batch"], lines[0]["batch_size"], groups[lines[0]["group"]], rows)

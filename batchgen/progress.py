@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from collections.abc import Callable
+from typing import NoReturn, Protocol, Self, TextIO
 
 from tqdm import tqdm
 
@@ -59,9 +59,7 @@ class Display:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._bar.close()
 
@@ -85,3 +83,18 @@ class Display:
     def _write_lines(self) -> None:
         while not self._ended.wait(LINE_EVERY_S):
             self.say(self.line())
+
+
+def reading_bar() -> Callable[[int, int], None]:
+    """What shows the reading of a large manifest on a terminal: called with the rows just read, and all."""
+    bars: list[tqdm[NoReturn]] = []
+
+    def read(rows: int, total: int) -> None:
+        if not bars:
+            is_hidden = not sys.stderr.isatty()
+            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
+        bars[0].update(rows)
+        if bars[0].n >= total:
+            bars[0].close()
+
+    return read

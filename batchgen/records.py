@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+NOISE_BITS = 0xFFFF_FFFF
+"""The bits of a seed that torch's CPU generator reads: two seeds that share them share their noise."""
 
 Pixels = npt.NDArray[np.uint8]
 """One picture, uint8 `[H, W, 3]`, RGB."""
@@ -51,8 +53,8 @@ class Row:
 
     @property
     def noise_seed(self) -> int:
-        """The bits of the seed that torch's CPU generator reads: two seeds that share it share their noise."""
-        return self.seed & 0xFFFF_FFFF
+        """The seed's `NOISE_BITS`."""
+        return self.seed & NOISE_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +154,8 @@ class Written:
 class Part:
     """A finished, durable part in the work folder, ready for its receipt."""
 
-    stem: str
-    """Shard and epoch: "00017-0"."""
     path: Path | None
     """None where no image was made: there is nothing to publish."""
-    kind: Literal["file", "folder"]
-    files: int
     bytes: int
     sha256: str
     """Of the file; of a folder, the digest of what `sha256sum` prints for its files, sorted by name."""

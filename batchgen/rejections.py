@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from batchgen.checks import BadCell
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.manifest import Manifest
+from batchgen.wording import with_more
 
 SHOWN = 20
 _CELLS = pa.schema([("manifest_row", pa.int64()), ("fault", pa.string())])
@@ -39,9 +40,7 @@ class Rejections:
     def message(self, num_rows: int, *, is_skipped: bool = False) -> str:
         """What is wrong, for a person: `num_rows` rows, of which the first are named."""
         lines = [f"{num_rows} of {self._manifest.num_rows} manifest rows cannot be made as asked (rows count from 0):"]
-        lines += [self._line(cell) for cell in self._first]
-        if self.num_cells > len(self._first):
-            lines.append(f"  … and {self.num_cells - len(self._first)} more")
+        lines += with_more([self._line(cell) for cell in self._first], self.num_cells)
         if is_skipped:
             lines.append("They are left out; rejected.parquet has them all, with their faults")
         else:

@@ -10,15 +10,16 @@ from pathlib import Path
 
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
+from batchgen.costs import recall
 from batchgen.differences import row_differences
 from batchgen.drafts import Draft, draft, plan_rows
 from batchgen.errors import UsageError
-from batchgen.filesystem import FileSystem, resumable
+from batchgen.filesystem import FileSystem, is_utf8, resumable
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
-from batchgen.models.folder import facts_of, identity
+from batchgen.models.folder import architecture, facts_of, identity
 from batchgen.planner import Limits
 from batchgen.plans import PlanIndex, PlanReader, freeze, load_index
 from batchgen.rejections import Rejections
@@ -91,6 +92,7 @@ def plan_manifest(
     _check_names(manifest)
     rejections = Rejections(manifest)
     surveyed = survey(manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows))
+    manifest.check_unchanged()
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
     limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
@@ -120,6 +122,8 @@ def open_run(
 
 def _check_place(run: RunDirectory) -> None:
     with resumable(run.path):
+        if not (is_utf8(run.path) and is_utf8(run.path.resolve().name)):
+            raise UsageError(f"the run directory's name {str(run.path)!r} is not UTF-8; name another one with -o DIR")
         if run.path.exists() and not run.path.is_dir():
             raise UsageError(f"{run.path} is a file; the run directory needs a name of its own (-o DIR)")
         if run.path.is_dir() and any(run.path.iterdir()) and not run.root.is_dir():
@@ -217,7 +221,9 @@ def _check_names(manifest: Manifest) -> None:
 def _cost(job: Job, facts: Facts) -> Cost:
     if job.plan.profile is not None:
         return load_profile(Path(job.plan.profile))
-    return ConservativeModel() if facts.needs_torch else PatternModel()
+    if not facts.needs_torch:
+        return PatternModel()
+    return recall(architecture(job.model)) or ConservativeModel()
 
 
 def _carried_notes(manifest: Manifest) -> list[str]:

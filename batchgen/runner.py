@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 
 from batchgen.balance import Balance, take_balance
+from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads
 from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
-from batchgen.ledger import Ledger, end, this_process
+from batchgen.ledger import Ledger
 from batchgen.making import Maker
+from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
+from batchgen.owners import end, this_process
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
@@ -105,11 +110,14 @@ def _work(
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
         Worker(run, reader, job, ledger, maker, pool, stop, progress, may_wait).work()
+    measured = generator.measurements()
+    if measured:
+        remember(architecture(job.model), generator.versions["device"], measured)
 
 
 def default_directory(manifest: Sequence[str | Path]) -> Path:
     """`<manifest's name>-out` in the current folder. Raises UsageError where several files leave no one name."""
-    if len(manifest) != 1 or any(letter in str(manifest[0]) for letter in "*?["):
+    if len(manifest) != 1 or (has_magic(str(manifest[0])) and not os.path.lexists(manifest[0])):
         raise UsageError("several manifest files or a pattern were named; say where the results go with -o DIR")
     name = Path(manifest[0]).resolve().name
     return Path(f"{name.removesuffix('.parquet')}-out")

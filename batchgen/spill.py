@@ -11,6 +11,7 @@ import pyarrow as pa
 
 MAX_PARTS = 256
 PART_ROWS = 100_000
+PART_BYTES = 64 * 2**20
 _RANK = "\0rank"
 
 
@@ -48,10 +49,10 @@ class Reorder:
             file.unlink()
 
 
-def part_bounds(edges: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bounds of parts of about PART_ROWS rows, at most MAX_PARTS of them, each at one of the ascending `edges`
-    (of which the last is the number of rows)."""
+def part_bounds(edges: npt.NDArray[np.int64], num_bytes: int = 0) -> npt.NDArray[np.int64]:
+    """Bounds of parts of about PART_ROWS rows and PART_BYTES bytes of `num_bytes` in all, at most MAX_PARTS of them,
+    each at one of the ascending `edges` (of which the last is the number of rows)."""
     num_rows = int(edges[-1])
-    num_parts = max(1, min(MAX_PARTS, -(-num_rows // PART_ROWS)))
+    num_parts = max(1, min(MAX_PARTS, max(-(-num_rows // PART_ROWS), -(-num_bytes // PART_BYTES))))
     wanted = np.linspace(0, num_rows, num_parts + 1)
     return np.unique(edges[np.searchsorted(edges, wanted)])

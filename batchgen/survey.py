@@ -39,15 +39,23 @@ U64 = npt.NDArray[np.uint64]
 MAX_IMAGES = 2**32
 """What the ranks of a draft can count."""
 _SLICE = 1_000_000
+"""Images whose seeds are drawn at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Some images in manifest order: their rows among the good ones, and their numbers in their rows."""
+
+    row: npt.NDArray[np.intp]
+    number: U64
 
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """Per image: its seed, whether that was derived, and the image's number in its row."""
+    """Per image: its seed, and whether that was derived."""
 
     seeds: U64
     is_derived: Bools
-    image_number: U64
 
 
 @dataclass(slots=True)
@@ -70,6 +78,8 @@ class Survey:
     """Images with an explicit seed that repeat another one's content and noise."""
     rows_digest: str
     """Of the rows that break no rule, duplicates of an id among them, whatever their order."""
+    num_bytes: int
+    """About what all images take in memory with their texts and carried columns."""
 
     @property
     def num_rejected(self) -> int:
@@ -79,20 +89,28 @@ class Survey:
     def num_images_total(self) -> int:
         return len(self.group) if self.num_images is None else int(self.num_images.sum())
 
-    def seeds(self, rows: slice, seed: U64, has_seed: Bools) -> Seeds:
-        """The seeds of the images of some rows, as first drawn: `redrawn` lies over them.
+    def images(self, start: int, end: int, most: int) -> Iterator[Images]:
+        """The images of the good rows `start:end`, at most `most` at a time, also where one row has more."""
+        counts = None if self.num_images is None else self.num_images[start:end]
+        ends = None if counts is None else np.cumsum(counts, dtype=np.uint64)
+        num_images = end - start if ends is None else int(ends[-1]) if len(ends) else 0
+        for first in range(0, num_images, most):
+            image = np.arange(first, min(first + most, num_images))
+            if counts is None or ends is None:
+                yield Images(image + start, np.zeros(len(image), np.uint64))
+            else:
+                row = np.searchsorted(ends, image.astype(np.uint64), side="right")
+                yield Images(row + start, image.astype(np.uint64) - (ends[row] - counts[row]))
+
+    def seeds(self, images: Images, seed: U64, has_seed: Bools) -> Seeds:
+        """The seeds of some images, as first drawn: `redrawn` lies over them. `seed` is that of each image's row.
 
         The first image of a row with an explicit seed has that seed; its others derive theirs from it.
         """
-        ids = self.ids.part(rows)
         run_seed = np.where(has_seed, seed & np.uint64(0xFFFF_FFFF), np.uint64(self.rules.job.sampling.seed))
-        image_number = np.zeros(len(ids), np.uint64)
-        if self.num_images is not None:
-            row, image_number = _images(self.num_images[rows])
-            ids, run_seed, seed, has_seed = ids.take(row), run_seed[row], seed[row], has_seed[row]
-        is_derived = ~has_seed | (image_number > 0)
-        drawn = derived_seeds(ids, image_number, run_seed)
-        return Seeds(np.where(is_derived, drawn, seed), is_derived, image_number)
+        is_derived = ~has_seed | (images.number > 0)
+        drawn = derived_seeds(self.ids.take(images.row), images.number, run_seed)
+        return Seeds(np.where(is_derived, drawn, seed), is_derived)
 
     def per_image(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """An array per row as one per image."""
@@ -114,9 +132,11 @@ class _Gathered:
     def __init__(self) -> None:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.digest = np.zeros(2, np.uint64)
+        self.num_bytes = 0
 
-    def add(self, checked: Checked, grouper: Grouper) -> None:
+    def add(self, checked: Checked, grouper: Grouper, num_bytes: int) -> None:
         good = np.flatnonzero(checked.is_good)
+        self.num_bytes += num_bytes * int(checked.num_images[good].sum()) // max(1, len(checked.is_good))
         who = identify(checked, grouper.samplers)
         group, evaluations = grouper.assign(
             checked.width[good],
@@ -162,7 +182,7 @@ def survey(
         if checked.bad:
             on_bad(checked.bad)
         is_good[first_row : first_row + batch.num_rows] = checked.is_good
-        gathered.add(checked, grouper)
+        gathered.add(checked, grouper, batch.nbytes)
         first_row += batch.num_rows
         on_progress(batch.num_rows)
     if not first_row:
@@ -253,6 +273,7 @@ def _settled(
         redrawn=Redrawn(np.zeros(0, np.intp), np.zeros(0, np.uint64)),
         num_repeated_noise=0,
         rows_digest=f"{gathered.digest[0]:016x}{gathered.digest[1]:016x}",
+        num_bytes=gathered.num_bytes,
     )
     noise, has_seed = gathered.take("noise", keep), gathered.take("has_seed", keep)
     keys, is_derived = _noise_keys(settled, gathered.take("content", keep), noise, has_seed)
@@ -277,20 +298,11 @@ def _noise_keys(
     """Per image, in slices so that the arithmetic's temporaries stay small."""
     keys, derived = [np.zeros(0, np.uint64)], [np.zeros(0, bool)]
     for start in range(0, len(content), _SLICE):
-        rows = slice(start, start + _SLICE)
-        drawn = settled.seeds(rows, noise[rows].astype(np.uint64), has_seed[rows])
-        counts = None if settled.num_images is None else settled.num_images[rows]
-        per_image = content[rows] if counts is None else np.repeat(content[rows], counts)
-        keys.append(noise_keys(per_image, drawn.seeds))
-        derived.append(drawn.is_derived)
+        for images in settled.images(start, min(start + _SLICE, len(content)), _SLICE):
+            drawn = settled.seeds(images, noise[images.row].astype(np.uint64), has_seed[images.row])
+            keys.append(noise_keys(content[images.row], drawn.seeds))
+            derived.append(drawn.is_derived)
     return np.concatenate(keys), np.concatenate(derived)
-
-
-def _images(num_images: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.intp], U64]:
-    """Row and image number of each image."""
-    row = np.repeat(np.arange(len(num_images)), num_images)
-    starts = np.cumsum(num_images, dtype=np.uint64) - num_images
-    return row, np.arange(len(row), dtype=np.uint64) - starts[row]
 
 
 def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:

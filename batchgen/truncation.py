@@ -5,6 +5,7 @@ from __future__ import annotations
 from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.survey import Survey
+from batchgen.wording import with_more
 
 SHOWN = 5
 
@@ -32,11 +33,9 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
                         row = checked.first_row + place
                         found.append(_line(surveyed, row, column, count.read, count.dropped))
     if num_found:
-        more = f"\n  … and {num_found - SHOWN} more" if num_found > SHOWN else ""
         raise UsageError(
             f"{num_found} prompts are longer than the model reads (rows count from 0):\n"
-            + "\n".join(found)
-            + more
+            + "\n".join(with_more(found, num_found))
             + "\nShorten them, or let them be cut with --on-truncate warn (metadata counts the dropped tokens)"
         )
 

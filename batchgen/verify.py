@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from batchgen.writer import pixel_sha256
 
 _OWN_TABLES = frozenset({"metadata.parquet"})
 """What lies in `data/` beside parts: the image folder's table."""
+_CHECKED = ("status", "id", "image_number", "file_name", "bytes", "sha256", "format", "pixel_sha256")
+"""Columns of a row table that images are held against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,17 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
     """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
     index = run.index()
     ledger = Ledger(run.root, run.files)
-    receipts = [one for state in ledger.states(index.shards) for one in state.committed]
     faults: list[Fault] = []
-    num_images = 0
-    for fault, images in _spread(lambda receipt: _check_part(run, ledger, receipt), receipts):
+    num_images, known = 0, set(_OWN_TABLES)
+
+    def check(receipt: Receipt) -> tuple[list[Fault], int]:
+        known.add(receipt.part)
+        return _check_part(run, ledger, receipt)
+
+    for fault, images in _spread(check, ledger.committed(index.shards)):
         faults += fault
         num_images += images
         on_progress(images)
-    known = {receipt.part for receipt in receipts} | _OWN_TABLES
     for name in run.files.names(run.data):
         if name not in known:
             faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it"))
@@ -66,7 +71,7 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
 
 
 def _spread(
-    check: Callable[[Receipt], tuple[list[Fault], int]], receipts: list[Receipt]
+    check: Callable[[Receipt], tuple[list[Fault], int]], receipts: Iterable[Receipt]
 ) -> Iterator[tuple[list[Fault], int]]:
     """`check` of each receipt, in order, on a thread per core with a bounded number under way."""
     threads = len(os.sched_getaffinity(0))
@@ -87,7 +92,7 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
         path = ledger.table_path(receipt.shard, receipt.epoch)
         if hashlib.sha256(path.read_bytes()).hexdigest() != receipt.table_sha256:
             return [Fault(f".run/work/{path.name}", "", 0, "altered: its sha256 is another one")], 0
-        table = pq.read_table(path)
+        table = pq.read_table(path, columns=list(_CHECKED))
     except (OSError, ValueError) as error:
         return [Fault(f"data/{receipt.part}", "", 0, f"unreadable: its row table or itself is gone ({error})")], 0
     rows = {Path(one["file_name"]).name: one for one in table.filter(pc.field("status") == "ok").to_pylist()}
@@ -102,7 +107,7 @@ def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[li
     except BatchgenError as error:
         faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
     faults += [_fault(row, "missing") for name, row in rows.items() if name not in seen]
-    if not faults and part_digest(published(run, receipt))[2] != receipt.part_sha256:
+    if not faults and part_digest(published(run, receipt))[1] != receipt.part_sha256:
         what = "altered: its images are whole, what lies beside them is not"
         faults.append(Fault(f"data/{receipt.part}", "", 0, what))
     return faults, len(rows)

@@ -69,11 +69,11 @@ class PartWriter:
         self._raise_error()
         if not self._images:
             self.discard()
-            return self._part(None, 0, 0, hashlib.sha256().hexdigest())
+            return self._part(None, 0, hashlib.sha256().hexdigest())
         with resumable(self._path):
-            num_files, num_bytes, sha256 = self._container.close()
+            num_bytes, sha256 = self._container.close()
             disk.FILES.sync_folder(self._path.parent)
-        return self._part(self._path, num_files, num_bytes, sha256)
+        return self._part(self._path, num_bytes, sha256)
 
     def discard(self) -> None:
         """Remove what there is of the part, finished or not."""
@@ -132,17 +132,8 @@ class PartWriter:
         if self._error is not None:
             raise self._error
 
-    def _part(self, path: Path | None, num_files: int, num_bytes: int, sha256: str) -> Part:
-        return Part(
-            self._stem,
-            path,
-            self._container.kind,
-            num_files,
-            num_bytes,
-            sha256,
-            tuple(self._images),
-            tuple(self._failures),
-        )
+    def _part(self, path: Path | None, num_bytes: int, sha256: str) -> Part:
+        return Part(path, num_bytes, sha256, tuple(self._images), tuple(self._failures))
 
 
 def describe(image: Image, data: bytes, file_name: str, image_format: str) -> Written:

@@ -130,7 +130,9 @@ def make_run(folder: Path, output: job.Output, rows: Sequence[Row], shard: pa.Ta
     pq.write_table(metadata, folder / "metadata.parquet")
     if output.format == "files":
         pq.write_table(image_folder_table(metadata), folder / "data" / "metadata.parquet")
-    text = card(name="a run", output_format=output.format, model=MODEL, version="1", num_images=metadata.num_rows)
+    text = card(
+        name="a run", output_format=output.format, model=MODEL, version="1", digest="0", num_images=metadata.num_rows
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / ".run").mkdir()
     pq.write_table(shard, folder / ".run" / "0000.parquet")

@@ -54,7 +54,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> PlanBench:
 def test_what_was_measured_adds_up(measured: PlanBench) -> None:
     assert measured.rows == ROWS
     assert measured.total_s == pytest.approx(measured.check_and_cut_s + measured.freeze_s)
-    assert 0 < measured.open_shard_s < measured.total_s + 60
+    assert measured.open_shard_s > 0
     assert measured.shards >= 16
     assert measured.batches >= ROWS / 32
     assert measured.plan_bytes > ROWS * 10

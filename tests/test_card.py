@@ -200,6 +200,7 @@ def test_names_cannot_break_the_card() -> None:
         output_format="files",
         model="a`b\n# c",
         version="1",
+        digest="0",
         num_images=1234,
         num_failed=2,
     )

@@ -230,9 +230,16 @@ def test_bad_rows_may_be_left_out(tmp_path: Path) -> None:
     assert ended.closing_line == "4 rows = 1 done + 0 failed + 3 rejected + 0 outstanding"
     assert [line["id"] for line in runs.check_images(tmp_path / "out")] == ["b"]
     rejected = pq.read_table(tmp_path / "out" / "rejected.parquet").to_pylist()
-    assert sorted((one["row"], one["column"], one["value"]) for one in rejected) == [
-        (0, "id", "'a'"), (2, "id", "'a'"), (3, "prompt", "None"),
-    ]  # fmt: skip
+    assert [(one["row"], one["id"], one["prompt"]) for one in rejected] == [
+        (0, "a", "x"),
+        (2, "a", "z"),
+        (3, "d", None),
+    ]
+    assert [one["faults"] for one in rejected] == [
+        ["id = 'a' must be unique; manifest row 2 has it too"],
+        ["id = 'a' must be unique; manifest row 0 has it too"],
+        ["prompt must not be null"],
+    ]
     assert {one["file"] for one in rejected} == {str(source)}
 
 

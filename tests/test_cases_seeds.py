@@ -184,7 +184,8 @@ def test_case_7_a_million_rows_of_one_prompt(tmp_path: Path) -> None:
     source = runs.manifest(tmp_path / "m.parquet", {"prompt": pa.repeat("the same prompt", 1_000_000)})
     surveyed = survey(open_manifest([source]), Rules(load_job(), facts.PATTERN), lambda bad: None)
     no_seed = np.zeros(1_000_000, np.uint64)
-    drawn = surveyed.seeds(slice(None), no_seed, no_seed.astype(bool))
+    (images,) = surveyed.images(0, 1_000_000, 1_000_000)
+    drawn = surveyed.seeds(images, no_seed, no_seed.astype(bool))
     assert drawn.is_derived.all()
     assert 50 < len(surveyed.redrawn.rows) < 200
     seeds = drawn.seeds.copy()

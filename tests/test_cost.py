@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen import costs
 from batchgen.cost import ConservativeModel, Cost, Measurement, PatternModel, Profile, Seconds, load_profile
 from batchgen.errors import UsageError
 from batchgen.records import Group
@@ -100,3 +101,58 @@ def test_a_wrong_measurement_is_pointed_at(tmp_path: Path) -> None:
     path.write_text(json.dumps({"source": "x", "measurements": [ONE, ONE | {"batch_size": 0}]}))
     with pytest.raises(UsageError, match=r"read: measurements\.1\.batch_size: Input should be greater than 0"):
         load_profile(path)
+
+
+def measured(size: int, evaluation_s: float, **memory: int) -> Measurement:
+    return Measurement(512, 512, True, size, 0.5, evaluation_s, **memory)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("lines", "largest"),
+    [
+        ([measured(32, 1.0)], 32),
+        ([measured(32, 1.0), measured(64, 1.9)], 64),
+        ([measured(32, 1.0), measured(64, 1.99)], 32),
+        ([measured(8, 1.0, peak_bytes=12 * GB, weights_bytes=4 * GB, device_bytes=24 * GB)], 16),
+        ([measured(8, 1.0, peak_bytes=20 * GB, weights_bytes=4 * GB, device_bytes=24 * GB)], 8),
+        ([measured(8, 1.0, peak_bytes=90 * GB, weights_bytes=4 * GB, device_bytes=24 * GB)], 1),
+    ],
+)
+def test_the_largest_batch_is_what_memory_holds_and_what_still_gains(lines: list[Measurement], largest: int) -> None:
+    assert Profile("a test", tuple(lines)).max_batch(group_of(512, 512, True)) == largest
+
+
+class TestKeptCosts:
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path))
+        monkeypatch.setattr(costs, "gpu_name", lambda: None)
+        return tmp_path
+
+    def test_what_is_measured_again_replaces_what_was(self) -> None:
+        costs.remember("net", "A", [measured(1, 0.1), measured(2, 0.2)])
+        costs.remember("net", "A", [measured(2, 0.3, peak_bytes=5)])
+        found = costs.recall("net")
+        assert found is not None
+        assert found.measurements == (measured(1, 0.1), measured(2, 0.3, peak_bytes=5))
+        assert costs.recall("another net") is None
+
+    def test_this_machines_gpu_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for gpu in ("A", "B"):
+            costs.remember("net", gpu, [measured(1, 0.1 if gpu == "A" else 0.2)])
+        assert costs.recall("net") is None, "two GPU models are known and none is here"
+        monkeypatch.setattr(costs, "gpu_name", lambda: "B")
+        found = costs.recall("net")
+        assert found is not None
+        assert found.measurements == (measured(1, 0.2),)
+        monkeypatch.setattr(costs, "gpu_name", lambda: "C")
+        assert costs.recall("net") is None
+
+    def test_a_damaged_file_is_no_fault(self, place: Path, caplog: pytest.LogCaptureFixture) -> None:
+        costs.remember("net", "A", [measured(1, 0.1)])
+        (place / "costs" / "net.json").write_text("{")
+        assert costs.recall("net") is None
+        assert "measured again" in caplog.text

@@ -71,7 +71,7 @@ def test_everything_is_synced_before_finish_returns(
     monkeypatch.setattr(os, "fsync", noted)
     part = write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
     assert part.path is not None
-    paths = [part.path, *part.path.iterdir()] if part.kind == "folder" else [part.path]
+    paths = [part.path, *part.path.iterdir()] if part.path.is_dir() else [part.path]
     for path in [*paths, tmp_path]:
         state = path.stat()
         assert (state.st_ino, state.st_size) in synced

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,7 +24,8 @@ from batchgen import spill
 from batchgen.balance import Balance, take_balance
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.finalize import SUCCESS, finalize
-from batchgen.ledger import Ledger, this_process
+from batchgen.ledger import Ledger
+from batchgen.owners import this_process
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
@@ -86,7 +88,7 @@ def test_tables_are_in_the_order_of_the_manifest(run: RunDirectory) -> None:
     failures = pq.read_table(run.path / "failures.parquet").to_pylist()
     assert [(row["id"], row["error"], row["own"]) for row in failures] == [("row 5", "RuntimeError", "own 5")]
     rejected = pq.read_table(run.path / "rejected.parquet").to_pylist()
-    assert [(row["row"], row["column"]) for row in rejected] == [(6, "prompt")]
+    assert [(row["row"], row["id"], len(row["faults"])) for row in rejected] == [(6, "row 6", 1)]
     balance = take_balance(run.index(), ledger_of(run))
     assert balance.line() == "8 rows = 6 done + 1 failed + 1 rejected + 0 outstanding"
     marker = json.loads((run.path / SUCCESS).read_text())
@@ -338,24 +340,42 @@ def test_claims_are_told_with_their_owners(tmp_path: Path) -> None:
     run, _, balance = stopped(tmp_path, "files", 1)
     index, ledger = run.index(), ledger_of(run)
     open_shards = [state.shard for state in ledger.states(index.shards) if not state.settled]
-    dead = Ledger(run.root, run.files, replace(this_process(), token="dead", start_time="0", host="gone"))
-    assert ledger.claim(open_shards[0], ledger.state(open_shards[0]).epoch)
-    assert dead.claim(open_shards[1], ledger.state(open_shards[1]).epoch)
+    afar = Ledger(run.root, run.files, replace(this_process(), token="afar", boot_id="another", host="afar"))
+    dead = Ledger(run.root, run.files, replace(this_process(), token="dead", start_time="0"))
+    for one, shard in zip((ledger, afar, dead), open_shards, strict=False):
+        assert one.claim(shard, ledger.state(shard).epoch)
     for onlooker in (ledger, Ledger(run.root, run.files)):
         seen = take_balance(index, onlooker)
         assert [(one.host, one.pid == os.getpid()) for one in seen.holders] == [
-            (this_process().host, True), ("gone", True),
-        ]  # fmt: skip
+            (this_process().host, True), ("afar", True),
+        ], "a process that is known to be gone holds nothing"  # fmt: skip
         assert all(-5 < one.heartbeat_age_s < 60 for one in seen.holders)
         assert seen.outstanding == balance.outstanding
         assert seen.line().endswith(f"{seen.outstanding} outstanding ({seen.held} held by others)")
+    old = time.time() - 5000
+    os.utime(ledger.claim_path(open_shards[1], ledger.state(open_shards[1]).epoch), (old, old))
     living = take_balance(index, ledger, 600.0)
     assert [one.shard for one in living.holders] == [f"{open_shards[0]:05d}-{ledger.state(open_shards[0]).epoch}"]
-    old = time.time() - 5000
-    os.utime(ledger.claim_path(open_shards[0], ledger.state(open_shards[0]).epoch), (old, old))
-    assert take_balance(index, ledger, 600.0).holders == ()
     ledger.claim_path(open_shards[1], ledger.state(open_shards[1]).epoch).write_bytes(b"torn")
     assert "unknown (the claim cannot be read)" in [one.host for one in take_balance(index, ledger).holders]
+
+
+def test_a_receipt_that_is_damaged_after_the_end_costs_its_rows_another_making(
+    run: RunDirectory, tmp_path: Path
+) -> None:
+    """Case 24 after `_SUCCESS`: the part is withdrawn, its rows are made again, and each image is there once."""
+    before = pq.read_table(run.path / "metadata.parquet", columns=["id", "image_number", "pixel_sha256"])
+    ledger = ledger_of(run)
+    (victim, *_) = (receipt for receipt in ledger.committed(run.index().shards) if receipt.part)
+    ledger.receipt_path(victim.shard, victim.epoch).write_bytes(b"")
+    job = pattern_job(*OPTIONS, f"output.format={run.index().output_format}")
+    ending = run_job(write(tmp_path / "manifest", MANIFEST), run.path, job)
+    assert ending.exit_code == 3
+    assert ending.balance.outstanding == 0
+    assert victim.part not in os.listdir(run.data)
+    assert pq.read_table(run.path / "metadata.parquet", columns=before.column_names).equals(before)
+    assert verify(run).faults == ()
+    assert (run.path / SUCCESS).exists()
 
 
 def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:
@@ -363,3 +383,11 @@ def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"is no run directory \(it has no plan, .run/plan/0.json\)"):
             call(RunDirectory(tmp_path))
     assert finalize_module.SUCCESS not in os.listdir(tmp_path)
+
+
+def test_another_run_in_a_folder_of_the_same_name_is_read_afresh(tmp_path: Path) -> None:
+    """`datasets` keeps what it has read under the folder's name."""
+    for number in (1, 2):
+        run, _ = finished(tmp_path / str(number), {"id": ["a"], "prompt": ["a fox"], "seed": [number]})
+        read = datasets.load_dataset(str(run.path), split="train", cache_dir=str(tmp_path / "cache"))
+        assert read["seed"] == [str(number)]

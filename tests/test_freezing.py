@@ -101,10 +101,10 @@ def test_death_at_any_moment_leaves_a_whole_plan_or_none(
     monkeypatch.setattr(plans, "SHARDS_PER_FILE", 2)
     columns = prompts(20)
     columns["prompt"][4] = None
-    one = planned(tmp_path, columns, overrides=[*SMALL, "plan.on_bad_row=skip"])
     for dies_at in itertools.count():
         root = tmp_path / f"{dies_at}"
         root.mkdir()
+        one = planned(tmp_path, columns, overrides=[*SMALL, "plan.on_bad_row=skip"])
         has_died = False
         with machine(dies_at, is_after=is_after):
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
-from batchgen.records import Image, Row
+from batchgen.generator import Context, OutOfMemory
+from batchgen.records import Bucket, Image, Row, Work
 from tests import tiny
 
 pytestmark = pytest.mark.gpu
@@ -18,9 +20,15 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 
 
+def engine_in(mode: str, kind: str = "sd1", dtype: str = "float16") -> Engine:
+    """With one kind of attention kernels: timing would choose among them by chance for networks as small as these."""
+    options = [f"engine.device={DEVICE}", f"model.dtype={dtype}", f"engine.mode={mode}", "engine.attention=flash"]
+    return Engine(tiny.job(tiny.folder(kind), *options))
+
+
 @functools.cache
 def engine(kind: str, dtype: str) -> Engine:
-    return Engine(tiny.job(tiny.folder(kind), f"engine.device={DEVICE}", f"model.dtype={dtype}"))
+    return engine_in("eager", kind, dtype)
 
 
 @functools.cache
@@ -92,3 +100,91 @@ def test_defaults_are_the_first_gpu_and_half_precision() -> None:
     assert made.device == torch.device("cuda:0")
     assert made.model.dtype == torch.float16
     assert made.versions["device"] == torch.cuda.get_device_name(0)
+
+
+# Captured and compiled steps
+
+
+def latents(mode: str, sampler: str, dtype: str) -> tuple[torch.Tensor, Engine]:
+    made = engine_in(mode, dtype=dtype)
+    return tiny.denoise(made, rows(sampler)), made
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("sampler", ["euler", "pndm", "euler_ancestral", "dpmpp_2m"])
+def test_a_graph_gives_eagers_bits(sampler: str, dtype: str) -> None:
+    wanted, _ = latents("eager", sampler, dtype)
+    made, captured = latents("graph", sampler, dtype)
+    assert [one.mode for one in captured.steps.captures] == ["graph"]
+    assert torch.equal(made, wanted)
+
+
+def test_compiled_steps_are_near_eager() -> None:
+    wanted, _ = latents("eager", "euler", "float16")
+    for mode in ("compiled", "compiled+graph"):
+        made, compiled = latents(mode, "euler", "float16")
+        assert [one.mode for one in compiled.steps.captures] == [mode]
+        assert tiny.difference(made, wanted) <= 5e-3
+
+
+def test_captures_of_many_groups_keep_the_memory_of_one() -> None:
+    """Forty sizes, each captured at two batch sizes, hold no more at the end than the largest did."""
+    made = engine_in("graph")
+    held = []
+    for side in range(40):
+        for size in (4, 1):
+            batch = [tiny.row(i, width=512 - 8 * side, height=512, steps=2) for i in range(size)]
+            tiny.denoise(made, batch)
+        held.append(torch.cuda.memory_reserved())
+    assert len(made.steps.captures) == 80
+    assert held[-1] <= max(held[:2]) + 64 * 2**20
+
+
+def test_the_queue_runs_ahead_of_the_host() -> None:
+    """Two batches are submitted before the first one's pixels are asked for, through one graph: case 34."""
+    made = engine_in("graph")
+    eager = engine("sd1", "float16")
+    batches = [[tiny.row(i, seed=10 * k + i, steps=5) for i in range(3)] for k in range(4)]
+    pending = [made.submit(tiny.batch(batch, made.facts), tiny.never) for batch in batches]
+    for batch, outcomes in zip(batches, [one() for one in pending], strict=True):
+        for outcome, wanted in zip(outcomes, eager.submit(tiny.batch(batch, eager.facts), tiny.never)(), strict=True):
+            assert isinstance(outcome, Image)
+            assert isinstance(wanted, Image)
+            assert np.array_equal(outcome.pixels, wanted.pixels)
+
+
+def test_memory_that_runs_out_is_named_as_such_and_leaves_a_working_engine() -> None:
+    """Case 33, with a real lack of memory."""
+    made = engine_in("graph")
+    batch = [tiny.row(i, steps=2) for i in range(2)]
+    before = made.submit(tiny.batch(batch, made.facts), tiny.never)()
+    large = [tiny.row(0, width=1024, height=1024, steps=1)]
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**25) / total)
+    try:
+        with pytest.raises(OutOfMemory):
+            made.submit(tiny.batch(large, made.facts, 16), tiny.never)()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    after = made.submit(tiny.batch(batch, made.facts), tiny.never)()
+    for one, two in zip(before, after, strict=True):
+        assert isinstance(one, Image)
+        assert isinstance(two, Image)
+        assert np.array_equal(one.pixels, two.pixels)
+
+
+def test_auto_times_the_kernels_and_settles_a_choice() -> None:
+    settled: dict[str, str] = {}
+    said: list[str] = []
+    group = tiny.batch(rows("euler"), engine("sd1", "float16").facts).group
+    context = Context(
+        said.append, lambda name, value: settled.setdefault(name, value), {Bucket(group, 3): Work(50, 5000)}
+    )
+    made = Engine(tiny.job(tiny.folder("sd1"), f"engine.device={DEVICE}"), context)
+    outcomes = made.submit(tiny.batch(rows("euler"), made.facts), tiny.never)()
+    assert [type(one) for one in outcomes] == [Image] * 3
+    (name,) = settled
+    choice = json.loads(settled[name])
+    assert choice["attention"] in ("flash", "cudnn")
+    assert str(Bucket(group, 3)) in choice["captured"] + choice["compiled"]
+    assert any("attention kernels" in line for line in said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen import importer
 from batchgen.errors import Interrupted, UsageError
 from batchgen.importer import Imported, import_rows
-from batchgen.sources import base
+from batchgen.sources import base, tables
 
 DATA = Path(__file__).parent / "data"
 
@@ -219,9 +221,15 @@ FAULTS = {
     ("f.csv", "a,b\na,b\n"): "Add --column prompt=NAME",
     ("g.csv", ",prompt\n0,b\n"): "--column index=",
     (
+        "semicolons.csv",
+        "prompt;width;seed\na;64;3\n",
+    ): "one column 'prompt;width;seed' was found; if it has semicolons between its cells, save it with commas",
+    ("tabs.csv", "prompt\twidth\na\t64\n"): "if it has tabs between its cells, name it NAME.tsv",
+    ("commas.tsv", "prompt,width\na,64\n"): "if it has commas between its cells, name it NAME.csv",
+    (
         "h.csv",
         "prompt,x\na\nb,c,d\n",
-    ): "2 faults:\n  line 2: 1 cells where the header names 2\n  line 3: 3 cells",
+    ): "2 faults:\n  line 2: 1 cell where the header names 2\n  line 3: 3 cells",
     ("i.csv", "prompt,width\na,3.5\n"): "line 2: column width is '3.5'; a whole number of 32 bits",
     ("j.csv", 'prompt,width\n"a\nb",12x\n'): "line 2: column width is '12x'",
     (
@@ -322,6 +330,24 @@ def test_output_must_have_a_place_and_a_name(tmp_path: Path) -> None:
         import_rows(str(tmp_path / "a.txt"), tmp_path / "no" / "o.parquet")
     with pytest.raises(UsageError, match=r"must be named NAME\.parquet"):
         import_rows(str(tmp_path / "a.txt"), tmp_path / "o.pq")
+
+
+def test_cells_longer_than_csv_s_own_limit_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'a "cat", ' * 30_000
+    quoted = text.replace('"', '""')
+    assert rows_of("a.csv", f'prompt,x\n"{quoted}",1\n') == [{"prompt": text, "x": "1"}]
+    monkeypatch.setattr(tables, "CHARACTERS_PER_CHUNK", 100)
+    with pytest.raises(UsageError, match=r"row that begins at line 2 is not csv .field larger than field limit .100"):
+        rows_of("a.csv", f'prompt,x\n"{quoted}",1\n')
+
+
+@pytest.mark.parametrize("name", ["prompts.xlsx", "in/prompts.xlsx", "p.csv.gz", "p.parquet", "a\\b", "a b", "a/b/c"])
+def test_a_file_that_is_not_there_is_not_sought_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "HubTable", lambda *asked: pytest.fail(f"{asked} was sought"))
+    with pytest.raises(UsageError, match=f"there is no file {re.escape(name)}; import takes .csv, .tsv"):
+        import_rows(name, tmp_path / "o.parquet")
 
 
 def test_missing_file_and_split_of_a_file(tmp_path: Path) -> None:

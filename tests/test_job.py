@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,12 +123,30 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
         ("plan.batch_sizes=[1, true]", "plan.batch_sizes.1 = True is not usable"),
         ("plan.batch_sizes=['1']", "plan.batch_sizes.0 = '1' is not usable"),
         ("plan.batch_sizes=8", "plan.batch_sizes = 8 is not usable"),
+        (
+            f"plan.batch_sizes=[{2**70}]",
+            f"plan.batch_sizes.0 = {2**70} is not usable: Input should be less than or equal",
+        ),
+        (f"plan.max_batch={2**70}", "Input should be less than or equal to 4096"),
+        (f"plan.shard_images={2**70}", f"Input should be less than {2**31}"),
+        (f"sampling.guidance_scale={10**400}", "0000... is not usable: Input should be a valid number"),
+        ("plan.batch_sizes=" + "[" * 100_000, "[[... is not usable"),
+        ("run.stale_after_s=1e300", "Input should be less than or equal to 1000000000"),
+        ("sampling.steps=20\nwidth=64", r"sampling.steps = '20\nwidth=64' is not usable"),
+        (
+            "model.dtype=",
+            "model.dtype = '' is not usable: Input should be 'float32', 'float16' or 'bfloat16'; "
+            "a key cannot be unset here, leave it out for its default",
+        ),
         ("columns.prompt=5", "columns.prompt = 5 is not usable: Input should be a valid string"),
         ("run.grace_s=0", "run.grace_s = 0 is not usable: Input should be greater than 0"),
     ],
 )
 def test_a_wrong_option_is_told_in_a_sentence(override: str, sentence: str) -> None:
-    assert sentence in refusal(None, override)
+    said = refusal(None, override)
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize(
@@ -134,7 +154,9 @@ def test_a_wrong_option_is_told_in_a_sentence(override: str, sentence: str) -> N
     [
         (b"[model\npath = 1", "is not TOML: "),
         (b"[model]\npath = 'a'\npath = 'b'", "is not TOML: "),
-        (b"\xff\xfe[model]", "cannot be read: "),
+        (b"\xff\xfe[model]", "is not UTF-8 (byte 0xff at offset 0); save it as UTF-8"),
+        (b"[model]\npath = '\xe9'", "is not UTF-8 (byte 0xe9 at offset 16)"),
+        (b"a = " + b"[" * 100_000, "its brackets are nested too deeply"),
         (b"seed = " + b"9" * 5000, "is not TOML: "),
         (b"[sampling]\nsteps = 'x'\nwidht = 3\n", "sampling.steps = 'x' is not usable"),
         (b"[sampling]\nsteps = 'x'\nwidht = 3\n", "there is no key 'sampling.widht'; did you mean 'width'?"),
@@ -149,6 +171,11 @@ def test_a_wrong_file_is_named_and_told_in_a_sentence(tmp_path: Path, content: b
     message = refusal(path)
     assert sentence in message
     assert all(str(path) in line for line in message.splitlines())
+
+
+def test_a_byte_order_mark_is_none_of_the_job(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf[sampling]\nsteps = 7")
+    assert load_job(tmp_path / "job.toml").sampling.steps == 7
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -171,6 +198,23 @@ def test_any_option_is_taken_or_refused_in_a_sentence(override: str) -> None:
         load_job(None, [override])
     except UsageError as error:
         assert override.partition("=")[0].strip().partition(".")[0] in str(error) or repr(override) in str(error)  # noqa: PT017
+
+
+def test_the_example_of_all_keys_has_every_key_with_its_default(tmp_path: Path) -> None:
+    """What stands in it is the default; what is commented out has none, and is a value that loads."""
+    text = (Path(__file__).parent.parent / "jobs" / "all.toml").read_text(encoding="utf-8")
+    given, unset = tomllib.loads(text), tomllib.loads(re.sub(r"(?m)^# (?=\w+ = )", "", text))
+    assert {f"{table}.{key}" for table in unset for key in unset[table]} == {*keys(), "columns.prompt"}
+    path = tmp_path / "all.toml"
+    path.write_text(text, encoding="utf-8")
+    assert load_job(path) == load_job()
+    path.write_text(re.sub(r"(?m)^# (?=\w+ = )", "", text), encoding="utf-8")
+    job = load_job(path)
+    for name in keys():
+        table, key = name.split(".")
+        is_default = value_at(job, name) == value_at(load_job(), name)
+        assert is_default == (key in given[table]), name
+        assert is_default or value_at(load_job(), name) is None, name
 
 
 def test_later_options_win_and_options_win_over_the_file(tmp_path: Path) -> None:

@@ -24,16 +24,13 @@ from batchgen.ledger import (
     COMMITTED,
     RELEASED,
     Ledger,
-    Owner,
     Receipt,
     ShardState,
     Suspicion,
-    gone_because,
-    start_time,
     stem,
-    this_process,
     unstem,
 )
+from batchgen.owners import Owner, gone_because, start_time, this_process
 from tests.plans import folder
 
 ME = this_process()
@@ -170,7 +167,7 @@ def test_deaths_make_suspects_and_commits_clear_them(kinds: str, is_row_by_row: 
 SCRIPT = """
 import json
 from dataclasses import asdict
-from batchgen.ledger import this_process
+from batchgen.owners import this_process
 print(json.dumps(asdict(this_process())))
 """
 
@@ -213,6 +210,13 @@ def test_a_process_that_waits_to_be_reaped_has_ended() -> None:
         ({}, "", 0),
         ({"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2"}, "17", 2),
         ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}, "17_3", 0),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17"}, "19", 0),
+        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": ""}, "19", 0),
+        ({"SLURM_ARRAY_JOB_ID": "17"}, "", 0),
+        ({"SLURM_RESTART_COUNT": ""}, "", 0),
+        ({"SLURM_RESTART_COUNT": "many"}, "", 0),
+        ({"SLURM_RESTART_COUNT": "-1"}, "", 0),
+        ({"SLURM_RESTART_COUNT": "9" * 5000}, "", 0),
     ],
 )
 def test_this_process_says_who_it_is(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from batchgen import manifest
 from batchgen.errors import UsageError
-from batchgen.manifest import find_files, open_manifest
+from batchgen.manifest import open_manifest
+from batchgen.manifest_files import find_files
 from tests.plans import folder, frozen, pattern_job, planned, write
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
-from batchgen.ledger import Ledger, this_process
+from batchgen.ledger import Ledger
 from batchgen.modes import settle_dtype
+from batchgen.owners import this_process
 
 
 def make_ledger(folder: Path, files: FileSystem | None = None) -> Ledger:

@@ -37,6 +37,9 @@ class Table:
         one, factor = self.by_size[size], group.width / 512
         return Seconds(one.fixed_s * factor, one.evaluation_s * factor)
 
+    def max_batch(self, group: Group) -> int:
+        return max(self.by_size)
+
 
 SECONDS = st.integers(0, 40).map(lambda quarters: quarters / 4)
 """Sums of quarters are exact, so that costs may be compared."""
@@ -281,4 +284,4 @@ def test_rows_are_grouped_by_shape_guidance_and_form(
 def test_allowed_sizes(
     sizes: tuple[int, ...] | None, max_batch: int | None, shape: tuple[int, int], allowed: tuple[int, ...]
 ) -> None:
-    assert allowed_sizes(group_of(*shape), sizes, max_batch) == allowed
+    assert allowed_sizes(group_of(*shape), sizes, max_batch, ConservativeModel()) == allowed

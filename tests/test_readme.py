@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from batchgen.cli import cli
+from batchgen.cost import load_profile
 from batchgen.job import load_job
+from batchgen.models import facts
+from tests import runs
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = (runs.ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    """The one block of a language."""
+    (text,) = re.findall(rf"```{language}\n(.+?)```", README, re.DOTALL)
+    return str(text)
 
 
 @pytest.mark.parametrize("name", ["run", "test"])
@@ -18,15 +32,44 @@ def test_command_is_one_line(name: str) -> None:
     assert len(found) == 1
 
 
+def test_the_chain_of_all_commands_and_the_python_code_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command on what the one before made; then the Python code, which finds the run done."""
+    (chain,) = re.findall(r"<!-- chain -->\n```bash\n(.+?)```", README, re.DOTALL)
+    first, *commands = chain.splitlines()
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", first], check=True)
+    ended = [runs.batchgen(*shlex.split(line.removeprefix("batchgen "))) for line in commands]
+    assert [one.code for one in ended] == [0] * len(commands), ended
+    assert {line.split()[1] for line in commands} == cli.commands.keys() - {"bench"}
+    assert len(runs.check_images(tmp_path / "out")) == 2
+    code = subprocess.run(
+        [sys.executable, "-c", block("python")],
+        env={"PYTHONPATH": str(runs.ROOT), "PATH": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    closing_line = "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"
+    assert code.stdout.splitlines() == ["2 images", f"{closing_line} 0"], code.stderr
+    assert ended[-1].closing_line == closing_line
+
+
 def test_job_file_loads(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.+?)```", README, re.DOTALL)
-    (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "job.toml").write_text(block("toml"), encoding="utf-8")
     job = load_job(tmp_path / "job.toml")
     assert (job.output.format, job.columns["prompt"]) == ("webdataset", "caption")
 
 
+def test_profile_loads(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(block("json"), encoding="utf-8")
+    assert len(load_profile(tmp_path / "profile.json").measurements) == len(json.loads(block("json"))["measurements"])
+
+
+def test_samplers_are_named() -> None:
+    (named,) = re.findall(r"\nSamplers: (.+?)\n\n", README, re.DOTALL)
+    known = set(re.findall(r"`(\w+)`", named)) - {"SCHEDULERS"}
+    assert known - set(facts.SCHEDULERS) == facts.SAMPLERS.keys()
+    assert f"all {len(facts.SCHEDULERS)})" in named
+
+
 def test_every_path_that_is_named_exists() -> None:
-    root = Path(__file__).parent.parent
-    named = set(re.findall(r"\b(?:manifests|jobs|batchgen)/[\w./]*\w", README))
+    named = set(re.findall(r"\b(?:manifests|jobs|batchgen)/[\w./]*\w", README.replace("~/.cache/batchgen", "")))
     assert len(named) >= 3
-    assert [path for path in named if not (root / path).exists()] == []
+    assert [path for path in named if not (runs.ROOT / path).exists()] == []

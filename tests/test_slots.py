@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
-from batchgen.ledger import ABANDONED, COMMITTED, Ledger, Owner, Receipt, ShardState, start_time, stem, unstem
+from batchgen.ledger import ABANDONED, COMMITTED, Ledger, Receipt, ShardState, stem, unstem
+from batchgen.owners import Owner, start_time
 from tests.plans import folder
 
 ME = Owner("00000000000000aa", "here", "boot", "pid:[1]", os.getpid(), start_time(os.getpid()))

@@ -17,13 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen import codec, heart, worker
+from batchgen.cost import Measurement
+from batchgen.disk import remove
 from batchgen.encoders import EncoderPool
 from batchgen.errors import Interrupted, RowError, UsageError
 from batchgen.generator import DeviceLost, Dropped, OutOfMemory, Pending
 from batchgen.heart import Heart
-from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt, this_process
+from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt
 from batchgen.making import Maker
 from batchgen.models.pattern import paint
+from batchgen.owners import this_process
 from batchgen.plans import PlanReader, batches
 from batchgen.records import Batch, Failure, Image, Outcome, Row
 from batchgen.stopping import Stop
@@ -43,6 +46,9 @@ class Scripted:
 
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         pass
+
+    def measurements(self) -> Sequence[Measurement]:
+        return ()
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         self.asked.append((batch.size, [row.id for row in batch.rows]))
@@ -442,6 +448,25 @@ def test_an_epoch_that_was_taken_away_is_thrown_away_and_its_rows_are_made_once(
     assert "thrown away" in one.heard.lines[0]
 
 
+@pytest.mark.parametrize("output", ["files", "webdataset", "parquet"])
+def test_an_owner_that_wakes_after_its_epoch_was_swept_goes_on_with_what_is_left(tmp_path: Path, output: str) -> None:
+    """Others abandoned its epoch while it was paused, and finalize swept its part."""
+    one = bench(tmp_path, 4, "plan.batch_sizes=[1]", f"output.format={output}", "output.encoders=1")
+    work = one.plan.run.root / "work"
+
+    def pause(batch: Batch) -> None:
+        if len(generator.asked) == 3:
+            assert one.plan.ledger().abandon(0, 0)
+            for name in one.left_in_work():
+                remove(work / name)
+
+    generator = Scripted(pause)
+    one.work(generator, may_wait=True)
+    assert [receipt.kind for receipt in one.receipts()] == [ABANDONED, COMMITTED]
+    assert (len(one.table()), one.heard.made) == (4, 4)
+    assert [name for name in one.left_in_work() if name.startswith("00000-0")] == []
+
+
 def test_rows_that_a_living_worker_holds_are_left_to_it(tmp_path: Path) -> None:
     one, generator = bench(tmp_path, 2, "plan.shard_images=1"), Scripted()
     other = one.plan.ledger()
@@ -489,6 +514,22 @@ def test_two_workers_at_once_make_each_row_once(tmp_path: Path, monkeypatch: pyt
 
 
 # Heartbeats
+
+
+def test_a_claim_is_touched_often_enough_for_any_stale_after_s(tmp_path: Path) -> None:
+    """Its own limit, not 30 s, decides how often: a living owner is never taken for dead."""
+    one = bench(tmp_path, 1, "run.stale_after_s=0.8")
+    ages: list[float] = []
+
+    def be_slow(batch: Batch) -> None:
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            ages.append(one.plan.ledger().heartbeat_age_s(0, 0) or 0.0)
+            time.sleep(0.05)
+
+    one.work(Scripted(be_slow))
+    assert len(ages) > 10
+    assert max(ages) < 2.0
 
 
 def test_a_claim_is_touched_for_as_long_as_a_batch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

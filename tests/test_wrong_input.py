@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.errors import UsageError
+from batchgen.job import load_job
+from batchgen.runner import run_job
 from tests import runs, tiny
 
 
@@ -170,6 +174,9 @@ def test_a_plan_that_cannot_be_read(tmp_path: Path, source: Path) -> None:
         (["--model", "pattern", "--job", "none.toml"], "none.toml cannot be read"),
         (["--model", "pattern", "--set", "plan.profile=none.json"], "none.json"),
         (["--model", "pattern", "--formt", "files"], "--format"),
+        (["--model", "pattern", "--grace", "0"], "batchgen: --grace 0.0 is not usable: Input should be greater than 0"),
+        (["--model", "pattern", "--grace", "nan"], "batchgen: --grace 'NaN' is not usable"),
+        (["--model", "🐉"], "there is no model folder '🐉'"),
         (["--model", "pattern", "--grace", "soon"], "'soon' is not a valid float"),
         (["--model", "pattern", "--set", "plan.batch_sizes=[8]", "--set", "plan.max_batch=4"], "leaves no size"),
     ],
@@ -183,6 +190,41 @@ def test_model_of_the_job_is_loaded_once_the_directory_is_right(tmp_path: Path, 
     """A device that is not there is a user's mistake too."""
     said = refused("run", source, "-o", tmp_path / "out", "--model", "demo", "--set", "engine.device=cuda:99")
     assert "engine.device = 'cuda:99' is not there" in said
+
+
+NOT_UTF8 = os.fsdecode(b"m\xff")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["run", NOT_UTF8],
+        ["run", "m.parquet", "-o", NOT_UTF8],
+        ["run", "m.parquet", "--job", NOT_UTF8],
+        ["bench", "plan", "--rows", "10", "--folder", NOT_UTF8],
+        ["status", NOT_UTF8],
+        ["import", NOT_UTF8, "-o", "m.parquet"],
+    ],
+)
+def test_names_that_are_not_utf8(source: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]) -> None:
+    monkeypatch.chdir(source.parent)
+    Path(NOT_UTF8).mkdir()
+    assert refused(*args) == "batchgen: the argument 'm\\udcff' is not UTF-8; rename what it names\n"
+    assert sorted(Path().iterdir()) == [Path("m.parquet"), Path(NOT_UTF8)]
+
+
+def test_names_that_are_not_utf8_within_a_folder_or_given_to_the_library(tmp_path: Path, source: Path) -> None:
+    shutil.copy(source, source.with_name(f"{NOT_UTF8}.parquet"))
+    assert r"m\udcff.parquet' is not UTF-8; rename it" in refused("plan", tmp_path, "--model", "pattern")
+    with pytest.raises(UsageError, match=r"the run directory's name .* is not UTF-8"):
+        run_job([source], tmp_path / NOT_UTF8, load_job(None, ["model.path=pattern"]))
+
+
+def test_a_file_with_brackets_in_its_name_is_itself(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source.parent)
+    source.rename("a[1].parquet")
+    assert runs.batchgen("run", "a[1].parquet", "--model", "pattern").code == 0
+    assert Path("a[1]-out/metadata.parquet").is_file()
 
 
 def test_several_files_need_a_directory(tmp_path: Path, source: Path) -> None:

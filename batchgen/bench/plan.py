@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import platform
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -102,7 +101,7 @@ def _measure(manifest: Path, root: Path) -> PlanBench:
     cut = time.perf_counter()
     index = freeze(planned.draft, root, files, "pattern", job.model_dump(), {}, planned.rejections)
     end = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     opened = time.perf_counter()
     reader = PlanReader(root, index)
     num_rows = sum(len(batch.rows) for batch in batches(reader.shard(len(index.shards) // 2), index.groups))

@@ -60,6 +60,14 @@ class Decoder:
 
         return finish
 
+    def shrink(self) -> bool:
+        """Decode half as many at once from now on; False if it is one already."""
+        if self.chunk == 1:
+            return False
+        self._say(f"decoding {self.chunk} images at once does not fit into memory; from now on {self.chunk // 2} are")
+        self.chunk //= 2
+        return True
+
     def _start_chunk(self, latents: Tensor, *, is_compiled: bool) -> _Judged:
         padding = latents[-1:].expand(self.chunk - len(latents), *latents.shape[1:])
         judged = judge(self._decode(torch.cat([latents, padding]), is_compiled=is_compiled)[: len(latents)])

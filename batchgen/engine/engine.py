@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from batchgen.engine.decode import Decoder, Fault
+from batchgen.cost import Measurement
+from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
@@ -43,6 +45,7 @@ class Engine:
         self.facts = facts_of(job.model)
         self.model = _load(job, _dtype(job, self.device), self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
+        self._weights_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.versions: Mapping[str, str] = {
             "batchgen": VERSION,
             "torch": torch.__version__,
@@ -54,6 +57,7 @@ class Engine:
         self.steps = Steps(self.model, context)
         self.stage_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         """Device seconds per stage, of the batches whose outcomes were asked for."""
+        self._measured: dict[Bucket, Measurement] = {}
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
         self._decoder = Decoder(self.model, job.engine.decode_batch, context.say)
@@ -82,28 +86,55 @@ class Engine:
     def _submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         started = time.perf_counter()
         marks = [Mark(self.device)]
+        num_captures = len(self.steps.captures) if self._tuning.is_settled else -1
         conditioning = self.conditioning(batch)
         marks.append(Mark(self.device))
         latents, mode = self.denoise(batch, conditioning, should_drop)
         marks.append(Mark(self.device))
-        with self._tuning.kernels():
-            is_compiled = self._tuning.decodes_compiled(batch.group.width, batch.group.height)
-            decoding = self._decoder.start(latents, is_compiled=is_compiled)
+        decoding = self._decode(batch.group, latents)
         marks.append(Mark(self.device))
+        is_steady = num_captures == len(self.steps.captures)
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
 
         def outcomes() -> list[Outcome]:
             with self._errors_named(), torch.inference_mode():
                 decoded = decoding()
-                for stage, (start, end) in zip(STAGES, pairwise(marks), strict=True):
-                    self.stage_s[stage] += end.seconds_since(start)
+                stage_s = [end.seconds_since(start) for start, end in pairwise(marks)]
+            for stage, stage_seconds in zip(STAGES, stage_s, strict=True):
+                self.stage_s[stage] += stage_seconds
+            if is_steady and batch.group.form != OWN_UPDATE:
+                self._measure(batch, stage_s)
             return [
                 _outcome(row, result, batch.size, mode, count, seconds)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
             ]
 
         return outcomes
+
+    def measurements(self) -> Sequence[Measurement]:
+        """As Generator.measurements; nothing on a CPU."""
+        return tuple(self._measured.values())
+
+    def _measure(self, batch: Batch, stage_s: Sequence[float]) -> None:
+        """Keep what a batch cost that neither captured nor compiled: the least time, the most memory."""
+        if self.device.type != "cuda":
+            return
+        text_s, denoise_s, decode_s = stage_s
+        num = max(self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows)
+        group, bucket = batch.group, Bucket(batch.group, batch.size)
+        before = self._measured.get(bucket)
+        self._measured[bucket] = Measurement(
+            group.width,
+            group.height,
+            group.is_guided,
+            batch.size,
+            fixed_s=min(text_s + decode_s, before.fixed_s if before else math.inf),
+            evaluation_s=min(denoise_s / num, before.evaluation_s if before else math.inf),
+            peak_bytes=torch.cuda.max_memory_allocated(self.device),
+            weights_bytes=self._weights_bytes,
+            device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
+        )
 
     @torch.inference_mode()
     def conditioning(self, batch: Batch) -> Conditioning:
@@ -128,6 +159,18 @@ class Engine:
                 latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
         return latents[: len(batch.rows)], mode
 
+    def _decode(self, group: Group, latents: Tensor) -> Decoding:
+        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch would
+        not help, since chunks are padded."""
+        is_compiled = self._tuning.decodes_compiled(group.width, group.height)
+        while True:
+            try:
+                with self._tuning.kernels():
+                    return self._decoder.start(latents, is_compiled=is_compiled)
+            except torch.OutOfMemoryError:
+                if not self.steps.free() and not self._decoder.shrink():
+                    raise
+
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
         """Settle the modes, at the first batch, and order the weights as they want them."""
         if self._tuning.is_settled:
@@ -149,6 +192,8 @@ class Engine:
             return
         self._group = group
         self.steps.free()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         if self._tuning.is_compiled:
             # Compiled code is kept per network, and the number of its forms is limited.
             torch._dynamo.reset()

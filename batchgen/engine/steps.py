@@ -231,5 +231,5 @@ def _others(lanes: Lanes, conditioning: Conditioning) -> tuple[Lanes, Conditioni
         if memory is not None:
             memory.zero_()
     inputs = {name: 0.9 * one.roll(1, 0) for name, one in conditioning.inputs.items()}
-    guidance = 2 + torch.arange(len(conditioning.guidance), device=conditioning.guidance.device) % 5
-    return other, Conditioning(guidance.float(), conditioning.is_guided, inputs)
+    guidance = torch.where(conditioning.guidance > 5, 2.5, 7.5)
+    return other, Conditioning(guidance, conditioning.is_guided, inputs)

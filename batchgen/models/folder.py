@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -118,6 +119,16 @@ def identity(model: Model) -> dict[str, str]:
     folder = find_model(model)
     commit = {"commit": folder.commit} if folder.commit else {}
     return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
+
+
+def architecture(model: Model) -> str:
+    """A short name for what decides a model's speed and memory: its networks' shapes and its dtype, not its weights."""
+    configs = []
+    if model.path not in _BUILT_IN:
+        folder = find_model(model)
+        configs = [folder.config(component) for component in ("unet", "vae")]
+    content = json.dumps([model.path if not configs else "", configs, model.dtype], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from batchgen import job
+from batchgen.cost import Measurement
 from batchgen.errors import RowError
 from batchgen.generator import Dropped, Pending
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
@@ -71,6 +72,10 @@ class PatternGenerator:
         """Paint at once. Raises Dropped between two steps, and what a row's fault raises."""
         outcomes = self._paint(batch, should_drop)
         return lambda: outcomes
+
+    def measurements(self) -> Sequence[Measurement]:
+        """None: no GPU has a part in it."""
+        return ()
 
     def _paint(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
         started = time.monotonic()

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import pyarrow as pa
 
-from batchgen.errors import UsageError
+from batchgen.errors import UsageError, counted
 from batchgen.sources import cells
-from batchgen.sources.base import Faults, Record, chunks, lines, shorten, without_end
+from batchgen.sources.base import CHARACTERS_PER_CHUNK, Faults, Record, chunks, lines, shorten, without_end
 
 Row: TypeAlias = Record[list[str]]
 
@@ -67,7 +67,9 @@ class Table:
             if len(record.values) == len(self.names):
                 yield record
             else:
-                faults.add(record.line, f"{len(record.values)} cells where the header names {len(self.names)}")
+                faults.add(
+                    record.line, f"{counted(len(record.values), 'cell')} where the header names {len(self.names)}"
+                )
 
     def _records(self, blank: _BlankLines | None = None) -> Iterator[Row]:
         blank = blank or _BlankLines()
@@ -95,6 +97,7 @@ class _BlankLines:
 
 
 def _csv_records(path: Path, blank: _BlankLines) -> Iterator[Row]:
+    csv.field_size_limit(CHARACTERS_PER_CHUNK)
     reader = csv.reader(_csv_lines(path), strict=True)
     line = 1
     try:

@@ -1,0 +1,90 @@
+"""Worker processes as their claims name them, and whether one can still be running."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One worker process, as its claims name it."""
+
+    token: str
+    host: str
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_time: str
+    """Of the process, in the kernel's ticks since boot: tells it from a later one with the same pid."""
+    job_id: str = ""
+    """Slurm's, with the array task; empty elsewhere."""
+    restart_count: int = 0
+
+
+def this_process() -> Owner:
+    """The running process as an owner, with a fresh token."""
+    environment = os.environ
+    array_job, task = (environment.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
+    job_id = f"{array_job}_{task}" if array_job and task else environment.get("SLURM_JOB_ID", "")
+    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    return Owner(
+        token=secrets.token_hex(8),
+        host=socket.gethostname(),
+        boot_id=_text("/proc/sys/kernel/random/boot_id"),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        start_time=start_time(os.getpid()),
+        job_id=job_id,
+        restart_count=int(restarts) if re.fullmatch("[0-9]{1,9}", restarts) else 0,
+    )
+
+
+_ended: set[str] = set()
+"""Tokens of this process's owners that will not go on: a run can fail and be started again without a new process."""
+
+
+def end(owner: Owner) -> None:
+    """Note that an owner of this process has stopped working, whatever it holds."""
+    _ended.add(owner.token)
+
+
+def has_ended(owner: Owner) -> bool:
+    """Whether an owner of this process has stopped working."""
+    return owner.token in _ended
+
+
+def start_time(pid: int) -> str:
+    """A process's start time, "" if there is no such process (or it has ended and only waits to be reaped)."""
+    stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return "" if len(stat) < 20 or stat[0] in "ZX" else stat[19]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="latin-1").strip()
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:
+        return ""
+
+
+def gone_because(owner: Owner, me: Owner) -> str | None:
+    """Why an owner cannot be running any more, as far as this process can tell without a clock."""
+    if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
+        if start_time(owner.pid) != owner.start_time:
+            return f"its process {owner.pid} on {owner.host} is gone"
+        if owner.pid == me.pid and has_ended(owner):
+            return "its run, in this process, has ended"
+    elif owner.job_id and owner.job_id == me.job_id and owner.restart_count < me.restart_count:
+        return f"Slurm has restarted its job {owner.job_id}"
+    return None

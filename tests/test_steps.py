@@ -1,0 +1,215 @@
+"""Captured and compiled steps. Where there is no GPU a capture stores the call itself: buffers, loading, checking and
+fallback are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.engine import steps
+from batchgen.engine.engine import Engine
+from batchgen.generator import Context
+from batchgen.models.family import Network
+from batchgen.records import Image, Row
+from tests import tiny
+
+SAMPLERS = ["ddim", "pndm", "euler_ancestral", "heun", "dpmpp_2m"]
+
+
+class Run:
+    """An engine, and what it said."""
+
+    def __init__(self, mode: str, *overrides: str, kind: str = "sd1", **context: object) -> None:
+        self.said: list[str] = []
+        job = tiny.job(tiny.folder(kind), f"engine.mode={mode}", *overrides)
+        self.engine = Engine(job, Context(self.said.append, **context))
+
+    def make(self, rows: Sequence[Row], size: int | None = None) -> list[Image]:
+        outcomes = self.engine.submit(tiny.batch(rows, self.engine.facts, size), tiny.never)()
+        return [one for one in outcomes if isinstance(one, Image)]
+
+    def latents(self, rows: Sequence[Row]) -> torch.Tensor:
+        return tiny.denoise(self.engine, rows)
+
+
+@pytest.fixture(scope="module")
+def eager() -> Run:
+    return Run("eager")
+
+
+@pytest.fixture(scope="module")
+def graph() -> Run:
+    return Run("graph")
+
+
+def mixed(sampler: str, num: int = 3) -> list[Row]:
+    return [
+        tiny.row(
+            i, sampler=sampler, steps=2 + 2 * i, guidance_scale=2.0 + i, seed=i, negative_prompt=[None, "", "x"][i]
+        )
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_replays_are_eager_steps_bit_for_bit(eager: Run, graph: Run, sampler: str) -> None:
+    assert torch.equal(graph.latents(mixed(sampler)), eager.latents(mixed(sampler)))
+
+
+def test_another_batch_through_a_captured_bucket(eager: Run, graph: Run) -> None:
+    """Nothing of the batch before, of the capture or of its check is left; step counts may grow within the room."""
+    graph.latents(mixed("euler_ancestral"))
+    num = len(graph.engine.steps.captures)
+    for seed in range(3):
+        rows = [
+            dataclasses.replace(row, seed=50 + seed, steps=row.steps + 3 * seed) for row in mixed("euler_ancestral")
+        ]
+        assert torch.equal(graph.latents(rows), eager.latents(rows))
+    assert len(graph.engine.steps.captures) == num
+
+
+def test_more_steps_than_the_room_are_captured_again(eager: Run) -> None:
+    graph, rows = Run("graph"), mixed("ddim")
+    for steps_of_last in (steps.ROOM, steps.ROOM + 1):
+        rows[-1] = dataclasses.replace(rows[-1], steps=steps_of_last)
+        assert torch.equal(graph.latents(rows), eager.latents(rows))
+    assert len(graph.engine.steps.captures) == 2
+
+
+@pytest.mark.parametrize("changed", ["prompt", "negative_prompt", "seed", "steps", "guidance_scale"])
+def test_what_changes_after_the_capture_is_followed(graph: Run, changed: str) -> None:
+    """Case 35."""
+    rows = mixed("ddim")
+    before = graph.latents(rows).clone()
+    value = {"prompt": "another", "negative_prompt": "else", "seed": 99, "steps": 5, "guidance_scale": 9.0}[changed]
+    after = graph.latents([dataclasses.replace(rows[0], **{changed: value}), *rows[1:]])
+    assert not torch.equal(after[0], before[0])
+    assert torch.equal(after[1:], before[1:])
+
+
+def test_samplers_of_one_form_share_a_capture(eager: Run) -> None:
+    graph = Run("graph")
+    for sampler in ("ddim", "euler"):
+        assert torch.equal(graph.latents(mixed(sampler)), eager.latents(mixed(sampler)))
+    assert len(graph.engine.steps.captures) == 1
+
+
+def test_another_group_frees_the_captures(graph: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[bool] = []
+    free = graph.engine.steps.free
+    monkeypatch.setattr(graph.engine.steps, "free", lambda: freed.append(free()))
+    graph.latents(mixed("ddim"))
+    graph.latents([dataclasses.replace(row, width=96) for row in mixed("ddim")])
+    assert freed[-1]
+
+
+def test_two_batches_may_be_on_their_way(eager: Run, graph: Run) -> None:
+    """Case 34: the second batch does not overwrite the first one's pixels."""
+    one, two = mixed("ddim"), [dataclasses.replace(row, seed=row.seed + 70) for row in mixed("ddim")]
+    facts = graph.engine.facts
+    pending = [graph.engine.submit(tiny.batch(rows, facts), tiny.never) for rows in (one, two)]
+    for outcomes, rows in zip([pending() for pending in pending], (one, two), strict=True):
+        for outcome, wanted in zip(outcomes, eager.make(rows), strict=True):
+            assert isinstance(outcome, Image)
+            assert outcome.mode == "graph"
+            assert np.array_equal(outcome.pixels, wanted.pixels)
+
+
+def test_each_capture_is_told(graph: Run) -> None:
+    graph.latents(mixed("heun"))
+    assert graph.said[-1].startswith("graph 64x64, batch 3, guided, x,x1,e,e1: ")
+    assert "deviation 0.0e+00" in graph.said[-1]
+
+
+class TestFallback:
+    def test_a_capture_that_fails_is_told_once_and_runs_eager(
+        self, eager: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(self: object, call: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("no graphs today")
+
+        monkeypatch.setattr(steps.GraphPool, "capture", fail)
+        graph = Run("graph")
+        for _ in range(2):
+            assert [one.mode for one in graph.make(mixed("ddim"))] == ["eager"] * 3
+        assert len(graph.said) == 1
+        assert "no graphs today" in graph.said[0]
+
+    @pytest.mark.parametrize("frozen", ["guidance", "encoder_hidden_states"])
+    def test_an_input_that_is_not_followed_is_found(
+        self, eager: Run, monkeypatch: pytest.MonkeyPatch, frozen: str
+    ) -> None:
+        """A graph that kept an input of its capture would make wrong pictures without a word."""
+
+        def load(static: steps.Static, values: Sequence[torch.Tensor]) -> None:
+            place = {"guidance": 0, "encoder_hidden_states": 1}[frozen]
+            for number, (mine, value) in enumerate(zip(static.tensors, values, strict=True)):
+                if len(values) != 2 or number != place:
+                    mine.copy_(value)
+
+        monkeypatch.setattr(steps.Static, "load", load)
+        graph = Run("graph")
+        assert [one.mode for one in graph.make(mixed("ddim"))] == ["eager"] * 3
+        assert "deviate from eager" in graph.said[0]
+
+    def test_a_compile_that_fails_leaves_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*arguments: object, **options: object) -> object:
+            def call(*inputs: object, **more: object) -> object:
+                raise RuntimeError("no compiler")
+
+            return call
+
+        monkeypatch.setattr(torch, "compile", fail)
+        both = Run("compiled+graph")
+        assert [one.mode for one in both.make(mixed("ddim"))] == ["graph"] * 3
+        assert sum("no compiler" in line for line in both.said) == 2, "the network's, and the decoder's"
+
+
+def test_memory_that_is_short_frees_the_graphs_before_the_batch_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Run("graph")
+    graph.latents(mixed("ddim"))
+    advance, num_short = steps._advance, 1
+
+    def short(*arguments: object) -> None:
+        nonlocal num_short
+        if num_short:
+            num_short -= 1
+            raise torch.OutOfMemoryError("no room")
+        advance(*arguments)
+
+    monkeypatch.setattr(steps, "_advance", short)
+    assert len(graph.make(mixed("ddim"))) == 3
+    assert len(graph.engine.steps.captures) == 2
+
+
+def test_offloaded_encoders_make_the_same_pixels(eager: Run) -> None:
+    offloaded = Run("eager", "engine.text_encoder=offload")
+    batch = tiny.batch(mixed("ddim"), offloaded.engine.facts)
+    offloaded.engine.prepare([batch], tiny.never)
+    for one, two in zip(offloaded.make(mixed("ddim")), eager.make(mixed("ddim")), strict=True):
+        assert np.array_equal(one.pixels, two.pixels)
+
+
+def test_a_decode_that_does_not_fit_frees_the_graphs_and_then_halves_its_chunk(
+    eager: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, sizes = Run("graph"), []
+    right = graph.engine.model.decode
+
+    def decode(decoder: Network, latents: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(latents))
+        if len(latents) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return right(decoder, latents)
+
+    monkeypatch.setattr(graph.engine.model, "decode", decode)
+    made = graph.make(mixed("ddim"))
+    assert sizes == [4, 4, 2, 1, 1, 1], "with the graphs, without them, halved, halved again"
+    assert [one.retries for one in made] == [0, 0, 0]
+    for one, wanted in zip(made, eager.make(mixed("ddim")), strict=True):
+        assert np.abs(one.pixels.astype(int) - wanted.pixels.astype(int)).max() <= 1
+    assert sum("at once does not fit" in line for line in graph.said) == 2
