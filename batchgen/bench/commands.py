@@ -64,8 +64,9 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=0), default=2, show_default=True, help="Batches a baseline; 0: all.")
 @click.option("--compile-mode", default="default", show_default=True, help="torch.compile's, of the compiled baseline.")
 @click.option("--upcast-vae", is_flag=True, help="A VAE that asks for float32.")
-@click.option("--batchgen/--no-batchgen", "runs_batchgen", default=True, help="Whether batchgen itself is run.")
-@click.option("--idle/--no-idle", "profiles_idle", default=True, help="Whether a second run measures idle time.")
+@click.option("--no-batchgen", is_flag=True, help="Leave out batchgen itself.")
+@click.option("--no-idle", is_flag=True, help="Leave out the second run, which measures idle time.")
+@click.option("--learn", "is_learning", is_flag=True, help="Keep measured costs for later plans, as a run does.")
 @click.option("--profile", help="Kernels of a step and a decode: none, eager, compiled or both.")
 @_SET
 @_JSON_FILE
@@ -100,8 +101,9 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         sample=options["sample"],
         compile_mode=options["compile_mode"],
         upcasts_vae=options["upcast_vae"],
-        runs_batchgen=options["runs_batchgen"],
-        profiles_idle=options["profiles_idle"],
+        runs_batchgen=not options["no_batchgen"],
+        is_learning=options["is_learning"],
+        profiles_idle=not options["no_idle"],
         profiles=_names(options["profile"], ()),
         folder=options["folder"],
         json_file=json_file,

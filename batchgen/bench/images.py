@@ -43,6 +43,7 @@ class Settings:
     """torch.compile's, of the compiled baseline."""
     upcasts_vae: bool = False
     runs_batchgen: bool = True
+    is_learning: bool = False
     profiles_idle: bool = True
     profiles: tuple[str, ...] = ()
     folder: Path | None = None
@@ -134,7 +135,7 @@ def _report(settings: Settings, job: Job, device: torch.device) -> Report:
 
 def _run_batchgen(settings: Settings, job: Job, folder: Path, report: Report, say: Say) -> None:
     wanted = settings.workload.wanted()
-    bench = ours.Bench(job, wanted, folder, say)
+    bench = ours.Bench(job, wanted, folder, say, settings.is_learning)
     say(f"batchgen: {len(wanted)} images, end to end")
     report.batchgen = bench.run()
     for one in lines(report.batchgen):
@@ -221,6 +222,7 @@ def lines(one: ours.Ours) -> Iterator[str]:
     batches = ", ".join(f"{count} of {size}" for size, count in one.batches.items())
     modes = ", ".join(f"{mode} {count}" for mode, count in one.modes.items())
     yield f"batches: {batches}; modes: {modes}"
+    yield f"planned by {one.costs}"
     yield f"padded rows {one.padded_rows_share:.2%}, idle row-steps {one.idle_row_steps_share:.2%}"
     yield f"{len(one.captures)} captures, {one.steady_capture_s:.1f} s of them in the steady time"
     if one.stage_s:

@@ -55,6 +55,8 @@ class Ours:
     captures: list[dict[str, Any]]
     steady_capture_s: float
     """Of the steady time: buckets of later groups."""
+    costs: str
+    """What the plan went by."""
     batches: dict[int, int]
     """By batch size."""
     padded_rows_share: float
@@ -100,6 +102,8 @@ class Bench:
     wanted: list[Wanted]
     folder: Path
     say: Say
+    is_learning: bool = False
+    """Whether the costs that were measured are kept for later plans, as a run keeps them."""
     engine: Engine | None = None
     watched: Watched | None = None
     draft: Draft | None = None
@@ -108,8 +112,6 @@ class Bench:
 
     def run(self) -> Ours:
         """The timed run. Raises BatchgenError if it does not make every image."""
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         heard = self._run(Stop())
         cold_s = time.perf_counter() - started
@@ -134,11 +136,12 @@ class Bench:
             modes=dict(self.watched.modes),
             captures=[asdict(one) for one in self.watched.engine.steps.captures],
             steady_capture_s=self.watched.capture_s(),
+            costs=self.draft.cost.source,
             batches=self._batches(),
             padded_rows_share=padded,
             idle_row_steps_share=idle,
-            peak_allocated_bytes=torch.cuda.max_memory_allocated() if is_cuda else None,
-            peak_reserved_bytes=torch.cuda.max_memory_reserved() if is_cuda else None,
+            peak_allocated_bytes=self.watched.peak_bytes[0] if is_cuda else None,
+            peak_reserved_bytes=self.watched.peak_bytes[1] if is_cuda else None,
         )
 
     def profile(self) -> Idle:
@@ -192,7 +195,7 @@ class Bench:
             self.engine = Engine(job, context)
             self._load_s = time.perf_counter() - started
         at_batch = self._window.at_batch if self._window else lambda number: None
-        self.watched = Watched(self.engine, context.work, at_batch)
+        self.watched = Watched(self.engine, context.work, is_learning=self.is_learning, at_batch=at_batch)
         return self.watched
 
     def _keep_draft(self, planned: Planned) -> None:

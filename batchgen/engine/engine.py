@@ -160,7 +160,7 @@ class Engine:
         return latents[: len(batch.rows)], mode
 
     def _decode(self, group: Group, latents: Tensor) -> Decoding:
-        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch would
+        """Queue the decoding. Where memory is short graphs go first, then the chunk is halved: a smaller batch would
         not help, since chunks are padded."""
         is_compiled = self._tuning.decodes_compiled(group.width, group.height)
         while True:
