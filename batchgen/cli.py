@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from batchgen.bench.commands import bench
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
@@ -209,37 +210,7 @@ def finalize(directory: Path, partial: bool) -> None:
     click.echo(finalize_run(RunDirectory(directory), is_partial=partial).line())
 
 
-@cli.group()
-def bench() -> None:
-    """Measure what this machine does.
-
-    \b
-    Example: batchgen bench plan --rows 10000000
-    """
-
-
-@bench.command(name="plan")
-@click.option(
-    "--rows", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="Rows of the synthetic manifest."
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Where it may write [default: the system's].",
-)
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-def bench_plan(rows: int, folder: Path | None, as_json: bool) -> None:
-    """Time and memory to check, cut and freeze a manifest of many rows in 40 sizes.
-
-    \b
-    Example: batchgen bench plan --rows 1000000
-    """
-    from dataclasses import asdict
-
-    from batchgen.bench import bench_plan as measure
-
-    measured = measure(rows, folder)
-    click.echo(json.dumps(asdict(measured), indent=2) if as_json else "\n".join(measured.lines()))
+cli.add_command(bench)
 
 
 @cli.command(name="import")

@@ -48,6 +48,7 @@ class Ending:
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
+Opener = Callable[[Job, Context], Generator]
 
 
 def run_job(
@@ -61,6 +62,7 @@ def run_job(
     on_reading: Callable[[int, int], None] = lambda rows, total: None,
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
+    opener: Opener = open_generator,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`.
 
@@ -82,7 +84,7 @@ def run_job(
             with progress(balance) as shown:
                 share = balance.outstanding / index.num_rows / (1 + len({one.pid for one in balance.holders}))
                 settled = partial(settle, ledger)
-                generator = open_generator(job, Context(shown.say, settled, index.work(share)))
+                generator = opener(job, Context(shown.say, settled, index.work(share)))
                 _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
         finally:
             end(owner)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import bench
-from batchgen.bench import SIZES, PlanBench, bench_plan, write_manifest
+from batchgen.bench import plan
+from batchgen.bench.plan import PlanBench, bench_plan, write_manifest
+from batchgen.bench.workload import SIZES
 from batchgen.rundir import plan_manifest
 from tests.plans import pattern_job
 
@@ -37,7 +38,7 @@ def test_the_manifest_is_the_same_each_time_and_every_row_can_be_made(
     planned = plan_manifest([tmp_path / "one.parquet"], pattern_job())
     assert planned.rejections.num_cells == 0
     assert len(planned.draft.groups) == 2 * len(SIZES)
-    monkeypatch.setattr(bench, "_CHUNK_ROWS", 700)
+    monkeypatch.setattr(plan, "_CHUNK_ROWS", 700)
     write_manifest(tmp_path / "chunks.parquet", ROWS)
     assert pq.read_metadata(tmp_path / "chunks.parquet").num_rows == ROWS
 

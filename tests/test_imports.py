@@ -15,7 +15,11 @@ from tests import runs
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
-WITH_TORCH = ("engine/", "models/sd.py", "models/demo/", "models/tokens.py", "models/family.py", "models/transfer.py")
+WITH_TORCH = (
+    *("engine/", "models/sd.py", "models/demo/", "models/tokens.py", "models/family.py", "models/transfer.py"),
+    *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
+    *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
+)
 """The only places that may import torch, diffusers or transformers."""
 LAYERS = [
     line.split()
@@ -35,12 +39,16 @@ LAYERS = [
     rundir making
     publish report
     worker finalize verify
-    runner bench
+    runner bench.workload bench.figures
+    bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
+    bench.ours bench.baselines bench.modes
+    bench.images
+    bench.commands
     cli
     """.strip().splitlines()
 ]
 """A module imports from its own layer and those above it in this list, never from one below, nor in a circle."""
-UNLAYERED = {"", "models", "engine", "sources", "__main__"}
+UNLAYERED = {"", "bench", "models", "engine", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
 LATE = {"generator": {"models.pattern", "engine.engine"}}
@@ -87,7 +95,7 @@ def test_commands_that_need_no_torch(tmp_path: Path, command: str) -> None:
     assert ended.stdout.splitlines()[-1] == "HEAVY []"
 
 
-def test_only_engine_and_models_import_torch() -> None:
+def test_only_engine_models_and_bench_import_torch() -> None:
     for name, path in modules().items():
         place = str(path.relative_to(PACKAGE))
         heavy = {one.split(".")[0] for one in imported(path)} & {"torch", "diffusers", "transformers"}

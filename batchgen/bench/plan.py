@@ -1,4 +1,4 @@
-"""`batchgen bench`: what a machine does, measured. Here: how long a large manifest takes to plan."""
+"""How long a large manifest takes to plan."""
 
 from __future__ import annotations
 
@@ -17,29 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchgen.bench.workload import SIZES
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.plans import PlanReader, batches, freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
 from batchgen.wording import counted
-
-_SIDES = (
-    (512, (2048, 1984, 1920, 1856)),
-    (576, (1792, 1728, 1664)),
-    (640, (1600, 1536)),
-    (704, (1472, 1408)),
-    (768, (1344, 1280)),
-    (832, (1216, 1152)),
-    (896, (1152, 1088)),
-    (960, (1088, 1024)),
-)
-SIZES = (
-    *(size for short, longs in _SIDES for long in longs for size in ((short, long), (long, short))),
-    (704, 1344),
-    (1024, 1024),
-)
-"""40 shapes of about a megapixel, multiples of 64, as SDXL was trained on (Podell et al. 2023, appendix I)."""
 
 _CHUNK_ROWS = 500_000
 _SUBJECTS = ("a red fox", "an old lighthouse", "two paper boats", "a bowl of ripe lemons", "a stone bridge")

@@ -1,0 +1,1 @@
+"""`batchgen bench`: what a machine does, measured."""

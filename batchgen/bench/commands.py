@@ -1,0 +1,159 @@
+"""The `bench` commands of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+_FOLDER = click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it works [default: a temporary one]."
+)
+_ARCH = click.option("--arch", type=click.Choice(["sd15", "sdxl", "tiny"]), default="sd15", show_default=True)
+_SET = click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file.")
+_JSON_FILE = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it."
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure what this machine does.
+
+    \b
+    Example: batchgen bench plan --rows 10000000
+    """
+
+
+@bench.command()
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=10_000_000, show_default=True, help="Rows of the synthetic manifest."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Where it may write [default: the system's].",
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def plan(rows: int, folder: Path | None, as_json: bool) -> None:
+    """Time and memory to check, cut and freeze a manifest of many rows in 40 sizes.
+
+    \b
+    Example: batchgen bench plan --rows 1000000
+    """
+    from dataclasses import asdict
+
+    from batchgen.bench.plan import bench_plan
+
+    measured = bench_plan(rows, folder)
+    click.echo(json.dumps(asdict(measured), indent=2) if as_json else "\n".join(measured.lines()))
+
+
+@bench.command()
+@_ARCH
+@click.option("--rows", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--sizes", type=click.Choice(["single", "mixed"]), default="single", show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="Of every row, where sizes are single.")
+@click.option("--guidance", type=float, help="Of every row, where sizes are single.")
+@click.option("--sampler", default="euler", show_default=True)
+@click.option("--mode", default="auto", show_default=True, help="engine.mode.")
+@click.option("--batch", type=click.IntRange(min=1), help="plan.max_batch.")
+@click.option("--baselines", help="none, or of loop,best,compiled (single) and exact,sized (mixed) [default: all].")
+@click.option("--sample", type=click.IntRange(min=0), default=2, show_default=True, help="Batches a baseline; 0: all.")
+@click.option("--compile-mode", default="default", show_default=True, help="torch.compile's, of the compiled baseline.")
+@click.option("--upcast-vae", is_flag=True, help="A VAE that asks for float32.")
+@click.option("--no-batchgen", is_flag=True, help="Leave out batchgen itself.")
+@click.option("--no-idle", is_flag=True, help="Leave out the second run, which measures idle time.")
+@click.option("--learn", "is_learning", is_flag=True, help="Keep measured costs for later plans, as a run does.")
+@click.option("--profile", help="Kernels of a step and a decode: none, eager, compiled or both.")
+@_SET
+@_JSON_FILE
+@_FOLDER
+def images(arch: str, json_file: Path | None, **options: Any) -> None:
+    """Images a second of batchgen and of diffusers' own pipeline, with random weights, to PNG files.
+
+    \b
+    Example: batchgen bench images --arch sd15 --rows 1000 --json sd15.json
+    """
+    from batchgen.bench.architectures import ARCHITECTURES
+    from batchgen.bench.images import BASELINES, Settings, bench_images
+    from batchgen.bench.workload import Workload
+
+    wanted = ARCHITECTURES[arch]
+    workload = Workload(
+        rows=options["rows"],
+        sizes=options["sizes"],
+        side=wanted.side,
+        divisor=wanted.divisor,
+        steps=options["steps"] or wanted.steps,
+        guidance=wanted.guidance if options["guidance"] is None else options["guidance"],
+        sampler=options["sampler"],
+        mixed_steps=wanted.mixed_steps,
+    )
+    batch = [f"plan.max_batch={options['batch']}"] if options["batch"] else []
+    settings = Settings(
+        arch=arch,
+        workload=workload,
+        overrides=(f"engine.mode={options['mode']}", *batch, *options["overrides"]),
+        baselines=_names(options["baselines"], BASELINES[options["sizes"]]),
+        sample=options["sample"],
+        compile_mode=options["compile_mode"],
+        upcasts_vae=options["upcast_vae"],
+        runs_batchgen=not options["no_batchgen"],
+        is_learning=options["is_learning"],
+        profiles_idle=not options["no_idle"],
+        profiles=_names(options["profile"], ()),
+        folder=options["folder"],
+        json_file=json_file,
+    )
+    bench_images(settings, _say)
+    if json_file:
+        _say(str(json_file))
+
+
+@bench.command()
+@_ARCH
+@click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
+@click.option("--modes", help="Of eager, graph, compiled, compiled+graph [default: all].")
+@click.option(
+    "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
+)
+@_SET
+@_JSON_FILE
+@_FOLDER
+def modes(arch: str, batches: str, modes: str | None, captured: int | None, **options: Any) -> None:
+    """Time and deviation of one model evaluation in each mode, and what captures hold of the memory.
+
+    \b
+    Example: batchgen bench modes --arch sd15 --batches 1,8 --modes eager,graph
+    """
+    from batchgen.bench.modes import MODES, Settings, bench_modes
+
+    sizes = _names(batches, ())
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise click.BadParameter(f"{batches!r} is no list like 1,4,16", param_hint="--batches")
+    settings = Settings(
+        arch=arch,
+        batches=tuple(map(int, sizes)),
+        modes=_names(modes, MODES),
+        captured_batch=captured,
+        overrides=options["overrides"],
+        folder=options["folder"],
+        json_file=options["json_file"],
+    )
+    bench_modes(settings, _say)
+    if settings.json_file:
+        _say(str(settings.json_file))
+
+
+def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a list with commas; "none" is the empty one."""
+    if given is None:
+        return default
+    return tuple(name for name in given.split(",") if name and name != "none")
+
+
+def _say(text: str) -> None:
+    click.echo(text)
