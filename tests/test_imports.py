@@ -15,7 +15,16 @@ from tests import runs
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
-WITH_TORCH = ("engine/", "models/sd.py", "models/demo/", "models/tokens.py")
+WITH_TORCH = (
+    "engine/",
+    "models/demo/",
+    "models/family.py",
+    "models/latent.py",
+    "models/sd.py",
+    "models/sdxl.py",
+    "models/tokens.py",
+    "models/transfer.py",
+)
 """The only places that may import torch, diffusers or transformers."""
 LAYERS = [
     line.split()
@@ -23,12 +32,12 @@ LAYERS = [
     errors version
     records
     job filesystem
-    generator models.facts models.hashes disk columns names codec metadata carried sources.base
-    models.demo models.pattern models.folder identity ledger cost manifest
-    models.tokens models.sd checks planner spill encoders formats parts card sources.cells
-    engine.samplers engine.denoise rejections survey writer modes sources.hub sources.jsonlines sources.tables
-    engine.engine truncation drafts plans
-    balance differences progress stopping importer
+    generator models.facts models.transfer models.hashes disk columns names codec metadata carried sources.base
+    models.demo models.pattern models.layouts models.family models.folder identity ledger cost manifest
+    models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
+    engine.samplers engine.denoise engine.attention engine.graphs engine.prompts engine.decode rejections heart survey writer modes sources.hub sources.jsonlines sources.tables
+    engine.steps engine.tuning engine.engine truncation drafts plans
+    balance differences progress stopping importer making
     rundir
     publish report
     worker finalize verify
