@@ -35,7 +35,8 @@ LAYERS = [
     generator models.facts models.transfer models.hashes disk columns names codec metadata carried sources.base
     models.demo models.pattern models.layouts models.family models.folder identity ledger cost manifest
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
-    engine.samplers engine.denoise engine.attention engine.graphs engine.prompts engine.decode rejections heart survey writer modes sources.hub sources.jsonlines sources.tables
+    engine.samplers engine.denoise engine.attention engine.graphs engine.prompts engine.decode
+    rejections heart survey writer modes sources.hub sources.jsonlines sources.tables
     engine.steps engine.tuning engine.engine truncation drafts plans
     balance differences progress stopping importer making
     rundir
