@@ -37,6 +37,8 @@ class Model(_Table):
     """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: float16 on a GPU, float32 on a CPU."""
+    vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """None: that of the model, but float32 for a float16 SDXL whose VAE asks for it (`force_upcast`)."""
 
 
 class Sampling(_Table):

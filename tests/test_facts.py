@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import subprocess
 import sys
@@ -54,10 +55,25 @@ NEVER_AFFINE = {"DDIMScheduler", "PNDMScheduler", "HeunDiscreteScheduler"}
 """Without a form, these have no table in any form. (A third order solver has one, but for epsilon only.)"""
 
 
+def samplers_xl(scheduler: dict[str, Any]) -> Samplers:
+    """As `samplers`; SDXL's pipeline corrects nothing."""
+    found = facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, scheduler, 77)
+    return Samplers(getattr(diffusers, scheduler["_class_name"]).from_config(scheduler), found)
+
+
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_forms_and_evaluations(kind: str) -> None:
     """A form means that the probe finds a table in it, no form that there is none in any form."""
-    made = samplers(SCHEDULERS[kind])
+    check_forms_and_evaluations(kind, samplers(SCHEDULERS[kind]))
+
+
+@pytest.mark.parametrize("kind", ["turbo", "bare ddim", "clip key in another class"])
+def test_forms_and_evaluations_of_sdxl(kind: str) -> None:
+    scheduler = tiny.TURBO_SCHEDULER if kind == "turbo" else SCHEDULERS[kind]
+    check_forms_and_evaluations(kind, samplers_xl(scheduler))
+
+
+def check_forms_and_evaluations(kind: str, made: Samplers) -> None:
     names = {*facts.SAMPLERS, *facts.SCHEDULERS} - NEEDS_SCIPY - IMPOSSIBLE.get(kind, set())
     for name, steps in itertools.product(sorted(names), (1, 2, 5, 9)):
         known = made._facts.sampler_facts(name)
@@ -179,6 +195,28 @@ def test_facts_follow_the_folder() -> None:
     assert (made.height, made.width, made.size_multiple, made.sampler) == (768, 512, 8, "DDIMScheduler")
     assert [made.is_guided(scale) for scale in (-1.0, 0.0, 1.0, 1.01)] == [False, False, False, True]
     assert made.max_steps == 1000
+
+
+def test_clipping_is_turned_off_by_one_pipeline_only() -> None:
+    """A DDIM folder that says nothing of clipping: StableDiffusionPipeline corrects it, SDXL's does not."""
+    made = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, SCHEDULERS["bare ddim"], 77)
+    made_xl = facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, SCHEDULERS["bare ddim"], 77)
+    assert made.sampler_facts("DDIMScheduler").form == "x,e"
+    assert made_xl.sampler_facts("DDIMScheduler").form == facts.OWN_UPDATE
+    assert made_xl.sampler_facts("ddim").form == "x,e"
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sdxl", "sdxl-turbo", "sdxl-lcm"])
+def test_defaults_are_the_pipelines_own(kind: str) -> None:
+    found, pipe = tiny.engine(kind).facts, tiny.pipeline(kind)
+    defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
+    assert (found.steps, found.guidance_scale) == (defaults["num_inference_steps"], defaults["guidance_scale"])
+    assert found.width == found.height == pipe.unet.config.sample_size * pipe.vae_scale_factor
+    assert found.sampler == type(pipe.own_scheduler).__name__
+    assert found.text_length == pipe.tokenizer.model_max_length
+    for scale in (-1.0, 0.0, 1.0, 1.01, 5.0):
+        pipe._guidance_scale = scale
+        assert found.is_guided(scale) == pipe.do_classifier_free_guidance
 
 
 def test_planning_needs_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import shutil
 import socket
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.engine import Engine
+from batchgen.engine.engine import FAMILIES, Engine
 from batchgen.errors import UsageError
 from batchgen.job import Model
-from batchgen.models import facts, hashes
+from batchgen.models import facts, hashes, layouts
 from batchgen.models import folder as folders
 from batchgen.models.folder import facts_of, find_model, identity
 from tests import tiny
@@ -73,6 +74,80 @@ def test_folders_that_are_refused(folder: Path, wrong: str) -> None:
     with pytest.raises(UsageError, match=message) as error:
         find_model(Model(path=str(folder)))
     assert "\n" not in str(error.value)
+
+
+WRONG_XL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no second encoder": (
+        lambda f: (f / "text_encoder_2/model.safetensors").unlink(),
+        "text_encoder_2 lacks model.safetensors",
+    ),
+    "no second encoder's config": (
+        lambda f: (f / "text_encoder_2/config.json").unlink(),
+        "lacks text_encoder_2/config.json",
+    ),
+    "no second vocabulary": (
+        lambda f: (f / "tokenizer_2/tokenizer.json").unlink(),
+        "lacks tokenizer_2/vocab.json or tokenizer_2/tokenizer.json",
+    ),
+    "one encoder only": (
+        lambda f: edit(f / "model_index.json", text_encoder=[None, None]),
+        r"gives text_encoder as \[None, None\]; allowed is transformers's CLIPTextModel;",
+    ),
+    "the refiner": (
+        lambda f: edit(f / "model_index.json", _class_name="StableDiffusionXLImg2ImgPipeline"),
+        "known families: StableDiffusionPipeline, StableDiffusionXLPipeline",
+    ),
+    "two lengths": (
+        lambda f: edit(f / "tokenizer_2/tokenizer_config.json", model_max_length=64),
+        "77 in tokenizer/tokenizer_config.json and 64 in tokenizer_2/tokenizer_config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_XL)
+def test_sdxl_folders_that_are_refused(tmp_path: Path, wrong: str) -> None:
+    damage, message = WRONG_XL[wrong]
+    folder = Path(shutil.copytree(tiny.folder("sdxl"), tmp_path / "model"))
+    damage(folder)
+    with pytest.raises(UsageError, match=message) as error:
+        facts_of(Model(path=str(folder)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"addition_embed_type": None, "projection_class_embeddings_input_dim": None}, {"addition_time_embed_dim": 16}],
+)
+def test_sdxl_with_another_network_is_refused(tmp_path: Path, values: dict[str, object]) -> None:
+    folder = Path(shutil.copytree(tiny.folder("sdxl"), tmp_path / "model"))
+    edit(folder / "unet/config.json", **values)
+    with pytest.raises(UsageError, match=r"unet/config.json has addition_embed_type .* SDXL's is 'text_time'"):
+        Engine(tiny.job(folder))
+
+
+def test_every_layout_has_its_loader() -> None:
+    assert FAMILIES.keys() == layouts.FAMILIES.keys()
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
+    tiny.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="100KB")
+    patterns = list(folders._patterns(variant))
+    for file in find_model(Model(path=str(tmp_path), variant=variant)).files:
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns), file
+
+
+def test_identity_of_sdxl_has_both_encoders(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder("sdxl"), tmp_path / "model"))
+    before = identity(Model(path=str(folder)))
+    assert {"text_encoder_2/model.safetensors", "text_encoder_2/config.json", "tokenizer_2/tokenizer.json"} <= set(
+        before
+    )
+    edit(folder / "model_index.json", force_zeros_for_empty_prompt=False)
+    edit(folder / "vae/config.json", force_upcast=False)
+    after = identity(Model(path=str(folder)))
+    assert {name for name in after if after[name] != before[name]} == {"model_index.json", "vae/config.json"}
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:

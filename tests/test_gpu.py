@@ -53,7 +53,7 @@ def batch_of(sampler: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *OWN])
-@pytest.mark.parametrize("kind", ["sd1", "sd2"])
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
 def test_float32_latents(kind: str, sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With TF32 off on both sides: it rounds to ten bits, and differently for different batch sizes."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -66,12 +66,13 @@ def test_float32_latents(kind: str, sampler: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *OWN])
-def test_float16_pixels(sampler: str) -> None:
-    made = engine("sd1", "float16")
+@pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+def test_float16_pixels(kind: str, sampler: str) -> None:
+    made = engine(kind, "float16")
     outcomes = made.submit(tiny.batch(batch_of(sampler), made.facts), tiny.never)()
     for row, outcome in zip(batch_of(sampler), outcomes, strict=True):
         assert isinstance(outcome, Image)
-        wanted = np.asarray(tiny.reference(pipeline("sd1", "float16"), row, made.facts, "pil")[0])
+        wanted = np.asarray(tiny.reference(pipeline(kind, "float16"), row, made.facts, "pil")[0])
         assert tiny.psnr(outcome.pixels, wanted) >= 40
 
 

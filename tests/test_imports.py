@@ -16,7 +16,8 @@ from tests import runs
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
 WITH_TORCH = (
-    *("engine/", "models/sd.py", "models/demo/", "models/tokens.py", "models/family.py", "models/transfer.py"),
+    *("engine/", "models/demo/", "models/family.py", "models/latent.py", "models/sd.py", "models/sdxl.py"),
+    *("models/tokens.py", "models/transfer.py"),
     *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
 )
@@ -30,8 +31,8 @@ LAYERS = [
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
-    models.demo models.family models.pattern models.folder identity ledger manifest costs
-    models.tokens models.sd checks planner spill encoders formats parts card sources.cells
+    models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
+    models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.decode engine.denoise engine.prompts engine.tuning sources.tables heart
     engine.steps truncation drafts plans

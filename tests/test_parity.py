@@ -54,7 +54,7 @@ def worst(kind: str, rows: list[Row]) -> float:
 
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "unguided"])
 @pytest.mark.parametrize("sampler", AFFINE)
-@pytest.mark.parametrize("kind", ["sd1", "sd2"])
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
 def test_affine_samplers(kind: str, sampler: str, is_guided: bool) -> None:
     name = tiny.engine(kind).facts.sampler if sampler == "own" else sampler
     assert tiny.engine(kind).facts.sampler_facts(name).form != facts.OWN_UPDATE
@@ -62,7 +62,7 @@ def test_affine_samplers(kind: str, sampler: str, is_guided: bool) -> None:
 
 
 @pytest.mark.parametrize("sampler", OWN)
-@pytest.mark.parametrize("kind", ["sd1", "sd2"])
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
 def test_samplers_that_run_their_own_update(kind: str, sampler: str) -> None:
     assert tiny.engine(kind).facts.sampler_facts(sampler).form == facts.OWN_UPDATE
     assert worst(kind, mixed(sampler, True, (4, 4, 4, 4))) < TOLERANCE

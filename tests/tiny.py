@@ -13,6 +13,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+import transformers
 
 from batchgen.engine.engine import Engine
 from batchgen.job import Job, load_job
@@ -44,6 +45,32 @@ SD2_SCHEDULER: dict[str, Any] = SD1_SCHEDULER | {
 SD2_UNET: dict[str, Any] = demo.UNET | {"use_linear_projection": True, "attention_head_dim": [2, 4]}
 
 
+SDXL_SCHEDULER: dict[str, Any] = SD1_SCHEDULER | {
+    "_class_name": "EulerDiscreteScheduler",
+    "interpolation_type": "linear",
+    "prediction_type": "epsilon",
+    "sample_max_value": 1.0,
+    "timestep_spacing": "leading",
+    "use_karras_sigmas": False,
+}
+TURBO_SCHEDULER: dict[str, Any] = SDXL_SCHEDULER | {
+    "_class_name": "EulerAncestralDiscreteScheduler",
+    "timestep_spacing": "trailing",
+}
+TEXT_2: dict[str, Any] = demo.TEXT | {"hidden_size": 48, "hidden_act": "gelu", "projection_dim": 24}
+SDXL_UNET: dict[str, Any] = SD2_UNET | {
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "transformer_layers_per_block": [1, 2],
+    "cross_attention_dim": demo.TEXT["hidden_size"] + TEXT_2["hidden_size"],
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 6 * 8 + TEXT_2["projection_dim"],
+}
+SDXL_VAE: dict[str, Any] = demo.VAE | {"scaling_factor": 0.13025}
+"""Of the second text encoder, the network and the autoencoder; `force_upcast` is left to its default, true."""
+
+
 def save(
     folder: Path,
     unet: dict[str, Any] = demo.UNET,
@@ -60,6 +87,34 @@ def save(
     return folder
 
 
+def save_xl(
+    folder: Path,
+    unet: dict[str, Any] = SDXL_UNET,
+    scheduler: dict[str, Any] = SDXL_SCHEDULER,
+    vae: dict[str, Any] = SDXL_VAE,
+    zeroes_null: bool = True,
+) -> Path:
+    """As `save`, of SDXL. The encoders differ in width, activation and padding, so that none passes for the other."""
+    tokenizer_2 = demo.tokenizer()
+    tokenizer_2.pad_token = "!"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        made = diffusers.StableDiffusionXLPipeline(
+            vae=diffusers.AutoencoderKL(**vae).eval(),
+            text_encoder=transformers.CLIPTextModel(transformers.CLIPTextConfig(**demo.TEXT)).eval(),
+            text_encoder_2=transformers.CLIPTextModelWithProjection(transformers.CLIPTextConfig(**TEXT_2)).eval(),
+            tokenizer=demo.tokenizer(),
+            tokenizer_2=tokenizer_2,
+            unet=diffusers.UNet2DConditionModel(**unet).eval(),
+            scheduler=getattr(diffusers, scheduler["_class_name"]).from_config(scheduler),
+            force_zeros_for_empty_prompt=zeroes_null,
+            add_watermarker=False,
+        )
+    made.save_pretrained(folder)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    return folder
+
+
 @functools.cache
 def _place() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tiny-")
@@ -67,8 +122,15 @@ def _place() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def folder(kind: str) -> Path:
-    """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance) or
-    "masked" (padding hidden from the text encoder)."""
+    """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance), "masked" (padding
+    hidden from the text encoder); "sdxl" (Euler), "sdxl-turbo" (trailing Euler ancestral), "sdxl-lcm" or "sdxl-empty"
+    (a null negative prompt is the empty one)."""
+    if kind.startswith("sdxl"):
+        unet, scheduler = {
+            "sdxl-turbo": (SDXL_UNET, TURBO_SCHEDULER),
+            "sdxl-lcm": (SDXL_UNET | {"time_cond_proj_dim": 16}, SDXL_SCHEDULER | {"_class_name": "LCMScheduler"}),
+        }.get(kind, (SDXL_UNET, SDXL_SCHEDULER))
+        return save_xl(Path(_place().name) / kind, unet, scheduler, zeroes_null=kind != "sdxl-empty")
     unet, scheduler = {
         "masked": (demo.UNET, SD1_SCHEDULER),
         "sd1": (demo.UNET, SD1_SCHEDULER),
@@ -94,7 +156,9 @@ def pipeline(kind: str) -> Any:
 
 
 def reference_pipeline(path: Path, device: str = "cpu", **options: Any) -> Any:
-    made = diffusers.StableDiffusionPipeline.from_pretrained(path, safety_checker=None, **options)
+    is_xl = json.loads((path / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
+    without: dict[str, Any] = {"add_watermarker": False} if is_xl else {"safety_checker": None}
+    made = diffusers.DiffusionPipeline.from_pretrained(path, **without, **options)
     made.set_progress_bar_config(disable=True)
     made.own_scheduler = made.scheduler
     return made.to(device)

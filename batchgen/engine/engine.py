@@ -24,16 +24,21 @@ from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import demo, sd
+from batchgen.models import demo, sd, sdxl
 from batchgen.models.facts import OWN_UPDATE
 from batchgen.models.family import Conditioning, Family
-from batchgen.models.folder import facts_of, find_model
+from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
 from batchgen.version import VERSION
 
 STAGES = ("text", "denoise", "decode")
+FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
+    "StableDiffusionPipeline": sd.load,
+    "StableDiffusionXLPipeline": sdxl.load,
+}
+"""What loads a folder, by the pipeline class that it names."""
 
 
 class Engine:
@@ -43,7 +48,7 @@ class Engine:
         context = context or Context()
         self.device = find_device(job.engine.device)
         self.facts = facts_of(job.model)
-        self.model = _load(job, _dtype(job, self.device), self.device)
+        self.model = _load(job, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._weights_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self.versions: Mapping[str, str] = {
@@ -235,11 +240,16 @@ def _outcome(
     return Image(row, result, batch_size, mode, count.read, count.dropped, seconds)
 
 
-def _load(job: Job, dtype: torch.dtype, device: torch.device) -> Family:
+def _load(job: Job, device: torch.device) -> Family:
+    dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else "float16"))
+    vae_dtype = None if job.model.vae_dtype is None else _dtype(job.model.vae_dtype)
     with _quiet_libraries():
         if job.model.path == "demo":
-            return sd.StableDiffusion(demo.build().to(dtype), device)
-        return sd.load(find_model(job.model), dtype, device)
+            pipeline = demo.build().to(dtype)
+            pipeline.vae.to(vae_dtype or dtype)
+            return sd.StableDiffusion(pipeline, device)
+        folder = find_model(job.model)
+        return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
 
 
 @contextmanager
@@ -256,8 +266,7 @@ def _quiet_libraries() -> Iterator[None]:
             logger.set_verbosity(level)
 
 
-def _dtype(job: Job, device: torch.device) -> torch.dtype:
-    name = job.model.dtype or ("float32" if device.type == "cpu" else "float16")
+def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -161,15 +161,19 @@ _OTHER_SIGMAS = (
 _TWICE_PER_STEP = {"HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"}
 
 
-def samplers_of(scheduler: Config) -> dict[str, SamplerFacts]:
-    """The samplers of a folder whose `scheduler_config.json` is given."""
-    short = {name: _sampler(scheduler, cls, options) for name, (cls, options) in SAMPLERS.items()}
-    return short | {cls: _sampler(scheduler, cls, {}) for cls in SCHEDULERS}
+def samplers_of(scheduler: Config, stops_clipping: bool = False) -> dict[str, SamplerFacts]:
+    """The samplers of a folder whose `scheduler_config.json` is given.
+
+    `stops_clipping`: the family's pipeline turns clip_sample off in the folder's own scheduler, as
+    StableDiffusionPipeline does.
+    """
+    short = {name: _sampler(scheduler, cls, options, stops_clipping) for name, (cls, options) in SAMPLERS.items()}
+    return short | {cls: _sampler(scheduler, cls, {}, stops_clipping) for cls in SCHEDULERS}
 
 
-def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> SamplerFacts:
+def _sampler(scheduler: Config, cls: str, options: Mapping[str, object], stops_clipping: bool) -> SamplerFacts:
     form, defaults = _AFFINE.get(cls, (OWN_UPDATE, {}))
-    config = _config(scheduler, cls, options, defaults)
+    config = _config(scheduler, cls, options, defaults, stops_clipping)
     is_affine = not (
         config.get("clip_sample")
         or config.get("thresholding")
@@ -182,15 +186,15 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object]) -> Samp
     return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, makes, _NEEDS.get(cls, ""))
 
 
-def _config(scheduler: Config, cls: str, options: Config, defaults: Config) -> Config:
+def _config(scheduler: Config, cls: str, options: Config, defaults: Config, stops_clipping: bool) -> Config:
     """`from_config` in small: a key that the folder leaves out takes the target class's default.
 
-    StableDiffusionPipeline turns clip_sample off in the folder's own scheduler; keys that the folder names
-    carry that over to other classes, defaults do not.
+    Where clipping is turned off in the folder's own scheduler, keys that the folder names carry that over to other
+    classes, defaults do not.
     """
     named = {key: scheduler[key] for key in defaults if key in scheduler}
     is_own = cls == scheduler.get("_class_name") and not options
-    if "clip_sample" in named or (is_own and "clip_sample" in defaults):
+    if stops_clipping and ("clip_sample" in named or (is_own and "clip_sample" in defaults)):
         named["clip_sample"] = False
     return {**defaults, **named, **{key: value for key, value in options.items() if key in defaults}}
 
@@ -234,11 +238,27 @@ def _makes(cls: str, config: Config) -> Callable[[int], bool]:
 
 
 def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
-    """Facts of a Stable Diffusion folder from its configuration files.
+    """Facts of a Stable Diffusion 1.x or 2.x folder from its configuration files.
 
     Raises UsageError if the folder's own scheduler is none that this family can run.
     """
-    samplers = samplers_of(scheduler)
+    return _latent_diffusion(unet, vae, scheduler, text_length, samplers_of(scheduler, stops_clipping=True))
+
+
+def stable_diffusion_xl(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
+    """As `stable_diffusion`, of an SDXL folder."""
+    found = _latent_diffusion(unet, vae, scheduler, text_length, samplers_of(scheduler), default_sample=128)
+    return replace(found, family="stable-diffusion-xl", guidance_scale=5.0)
+
+
+def _latent_diffusion(
+    unet: Config,
+    vae: Config,
+    scheduler: Config,
+    text_length: int,
+    samplers: Mapping[str, SamplerFacts],
+    default_sample: int = 64,
+) -> Facts:
     own = scheduler.get("_class_name")
     if own not in samplers:
         raise UsageError(
@@ -246,7 +266,7 @@ def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: 
             f"pipeline here; known: {', '.join(SCHEDULERS)}; change scheduler/scheduler_config.json"
         )
     scale = 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
-    sample = unet.get("sample_size") or 64
+    sample = unet.get("sample_size") or default_sample
     height, width = (sample, sample) if isinstance(sample, int) else sample
     return Facts(
         family="stable-diffusion",

@@ -1,7 +1,7 @@
 """Model folders: found, checked for completeness, and identified, without torch.
 
-A model is a diffusers folder of the Stable Diffusion family, on disk or on the Hugging Face hub. Only
-safetensors weights and library classes are taken: no pickles, no code from the folder.
+A model is a diffusers folder of a known family, on disk or on the Hugging Face hub. Only safetensors weights
+and library classes are taken: no pickles, no code from the folder.
 """
 
 from __future__ import annotations
@@ -21,36 +21,21 @@ from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.job import Model
 from batchgen.models import demo, facts, hashes
+from batchgen.models.layouts import FAMILIES, Component
 
-FAMILIES = ("StableDiffusionPipeline",)
 _HUB_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 _BUILT_IN = ("demo", "pattern")
-_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "unet": ("UNet2DConditionModel",),
-    "vae": ("AutoencoderKL",),
-    "text_encoder": ("CLIPTextModel",),
-    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
-    "scheduler": facts.SCHEDULERS,
-}
-_CONFIGS = {
-    "unet": "config.json",
-    "vae": "config.json",
-    "text_encoder": "config.json",
-    "scheduler": "scheduler_config.json",
-    "tokenizer": "tokenizer_config.json",
-}
-_WEIGHTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 _CONVERT = (
-    'convert it once with diffusers: StableDiffusionPipeline.from_pretrained("OLD").save_pretrained("NEW"), '
-    "or .from_single_file for a single checkpoint file"
+    "convert it once with its pipeline class in diffusers (StableDiffusionPipeline, StableDiffusionXLPipeline): "
+    '.from_pretrained("OLD").save_pretrained("NEW"), or .from_single_file for a single checkpoint file'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A diffusers folder that has all that the Stable Diffusion family reads."""
+    """A diffusers folder that has all that its family reads."""
 
     name: str
     """As the job names it."""
@@ -61,9 +46,24 @@ class ModelFolder:
     files: tuple[str, ...]
     """All files that decide pixels, relative to `path`."""
 
+    @property
+    def index(self) -> dict[str, Any]:
+        """What model_index.json holds: the pipeline's class and options, and each component's class."""
+        return read_json(self.path / "model_index.json")
+
+    @property
+    def family(self) -> str:
+        """A key of FAMILIES."""
+        return str(self.index["_class_name"])
+
+    @property
+    def components(self) -> Mapping[str, Component]:
+        """By their subfolders' names."""
+        return FAMILIES[self.family].components
+
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
-        return read_json(self.path / component / _CONFIGS[component])
+        return read_json(self.path / component / self.components[component].config)
 
 
 def find_model(model: Model) -> ModelFolder:
@@ -92,17 +92,29 @@ def facts_of(model: Model) -> facts.Facts:
     if model.path == "pattern":
         if model.variant != "faults":
             _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
-        _refuse_idle(model, ("revision", "dtype"), "the pattern model has no weights")
+        _refuse_idle(model, ("revision", "dtype", "vae_dtype"), "the pattern model has no weights")
         return facts.PATTERN
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
         found = facts.stable_diffusion(demo.UNET, demo.VAE, demo.SCHEDULER, demo.TEXT_LENGTH)
         return replace(found, steps=10, note=demo.NOTE)
     folder = find_model(model)
-    length = folder.config("tokenizer").get("model_max_length")
-    if not isinstance(length, int) or length > 10_000:
-        raise UsageError(f"{folder.path}/tokenizer/tokenizer_config.json lacks model_max_length, usually 77")
-    return facts.stable_diffusion(folder.config("unet"), folder.config("vae"), folder.config("scheduler"), length)
+    unet, vae, scheduler = (folder.config(component) for component in ("unet", "vae", "scheduler"))
+    return FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
+
+
+def _text_length(folder: ModelFolder) -> int:
+    """Tokens that a prompt is padded and cut to. Raises UsageError where the tokenizers do not say or do not agree."""
+    lengths: dict[str, int] = {}
+    for file in (f"{name}/{one.config}" for name, one in folder.components.items() if one.is_tokenizer):
+        length = read_json(folder.path / file).get("model_max_length")
+        if not isinstance(length, int) or length > 10_000:
+            raise UsageError(f"{folder.path}/{file} lacks model_max_length, usually 77")
+        lengths[file] = length
+    if len(set(lengths.values())) > 1:
+        told = " and ".join(f"{length} in {file}" for file, length in lengths.items())
+        raise UsageError(f"model folder {folder.path}: model_max_length is {told}; one length is needed, usually 77")
+    return lengths["tokenizer/tokenizer_config.json"]
 
 
 def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
@@ -127,7 +139,7 @@ def architecture(model: Model) -> str:
     if model.path not in _BUILT_IN:
         folder = find_model(model)
         configs = [folder.config(component) for component in ("unet", "vae")]
-    content = json.dumps([model.path if not configs else "", configs, model.dtype], sort_keys=True)
+    content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -147,42 +159,44 @@ def _checked(folder: ModelFolder) -> ModelFolder:
     path = folder.path
     if not (path / "model_index.json").is_file():
         raise UsageError(f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}")
-    index = read_json(path / "model_index.json")
-    family = index.get("_class_name")
+    family = folder.index.get("_class_name")
     if family not in FAMILIES:
         raise UsageError(f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}")
-    for component, classes in _CLASSES.items():
-        _check_class(folder, component, index.get(component), classes)
-    files = [f"{component}/{name}" for component, name in _CONFIGS.items()]
+    components = folder.components
+    for name, component in components.items():
+        _check_class(folder, name, component)
+    files = ["model_index.json", *(f"{name}/{component.config}" for name, component in components.items())]
     for file in files:
         if not (path / file).is_file():
             raise UsageError(f"model folder {path} lacks {file}; download it again, whole")
-    files += _tokenizer_files(path)
-    for component in _WEIGHTS:
-        files += _weight_files(folder, component)
+    for name, component in components.items():
+        if component.is_tokenizer:
+            files += _tokenizer_files(path, name)
+        if component.weights is not None:
+            files += _weight_files(folder, name, component.weights)
     return replace(folder, files=tuple(sorted(set(files))))
 
 
-def _check_class(folder: ModelFolder, component: str, entry: Any, allowed: tuple[str, ...]) -> None:
-    library = "transformers" if component in ("text_encoder", "tokenizer") else "diffusers"
-    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == library and entry[1] in allowed):
+def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
+    entry, library = folder.index.get(name), component.library
+    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == library and entry[1] in component.classes):
         raise UsageError(
-            f"model folder {folder.path}: model_index.json gives {component} as {entry!r}; allowed is "
-            f"{library}'s {' or '.join(allowed)}; code that comes with a model is never run"
+            f"model folder {folder.path}: model_index.json gives {name} as {entry!r}; allowed is "
+            f"{library}'s {' or '.join(component.classes)}; code that comes with a model is never run"
         )
 
 
-def _tokenizer_files(path: Path) -> list[str]:
+def _tokenizer_files(path: Path, component: str) -> list[str]:
     names = ("tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
-    found = [f"tokenizer/{name}" for name in names if (path / "tokenizer" / name).is_file()]
-    if not {"tokenizer/tokenizer.json", "tokenizer/vocab.json"} & set(found):
-        raise UsageError(f"model folder {path} lacks tokenizer/vocab.json or tokenizer/tokenizer.json")
-    return found
+    found = [name for name in names if (path / component / name).is_file()]
+    if not {"tokenizer.json", "vocab.json"} & set(found):
+        raise UsageError(f"model folder {path} lacks {component}/vocab.json or {component}/tokenizer.json")
+    return [f"{component}/{name}" for name in found]
 
 
-def _weight_files(folder: ModelFolder, component: str) -> list[str]:
+def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
     """The component's weights: one file, or an index and the shards it names."""
-    place, stem = folder.path / component, _WEIGHTS[component]
+    place = folder.path / component
     dotted = f".{folder.variant}" if folder.variant else ""
     single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
     if (place / single).is_file():
@@ -248,14 +262,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _patterns(variant: str | None) -> Iterable[str]:
-    """The file names to fetch: configuration, tokenizer, and one set of safetensors weights."""
+    """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights."""
     dotted = f".{variant}" if variant else ""
     yield "model_index.json"
-    for component, config in _CONFIGS.items():
-        yield f"{component}/{config}"
-    for name in ("*.json", "*.txt"):
-        yield f"tokenizer/{name}"
-    for component, stem in _WEIGHTS.items():
-        yield f"{component}/{stem}{dotted}.safetensors"
-        yield f"{component}/{stem}{dotted}-*-of-*.safetensors"
-        yield f"{component}/{stem}.safetensors.index{dotted}.json"
+    for name, component in {
+        name: one for layout in FAMILIES.values() for name, one in layout.components.items()
+    }.items():
+        yield f"{name}/{component.config}"
+        if component.is_tokenizer:
+            yield from (f"{name}/*.json", f"{name}/*.txt")
+        if stem := component.weights:
+            yield f"{name}/{stem}{dotted}.safetensors"
+            yield f"{name}/{stem}{dotted}-*-of-*.safetensors"
+            yield f"{name}/{stem}.safetensors.index{dotted}.json"

@@ -1,0 +1,108 @@
+"""The Stable Diffusion XL family (Podell et al. 2023), a `batchgen.models.family.Family`.
+
+Each function does what diffusers' StableDiffusionXLPipeline does at that point, for a batch whose rows differ
+in prompt, seed, guidance scale and timestep. Images carry no invisible watermark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from batchgen.errors import UsageError
+from batchgen.models.family import Conditioning, Encoded, doubled
+from batchgen.models.folder import ModelFolder
+from batchgen.models.latent import LatentDiffusion, load_components, tokens
+from batchgen.models.transfer import to_device
+from batchgen.records import Row
+
+
+class StableDiffusionXL(LatentDiffusion):
+    """A loaded pipeline on one device."""
+
+    def __init__(self, pipeline: Any, device: torch.device) -> None:
+        super().__init__(pipeline, (pipeline.text_encoder, pipeline.text_encoder_2), device)
+        self._zeroes_null: bool = pipeline.config.force_zeros_for_empty_prompt
+        self._mean, self._std = (
+            None if values is None else torch.tensor(values, device=device)[:, None, None]
+            for values in (pipeline.vae.config.latents_mean, pipeline.vae.config.latents_std)
+        )
+
+    def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
+        """A null negative prompt needs no text where the folder says that it is zeros; elsewhere it is ""."""
+        negatives = [self._negative(row) for row in rows] if is_guided else []
+        return [text for text in negatives if text is not None] + [row.prompt for row in rows]
+
+    def _negative(self, row: Row) -> str | None:
+        """The text to encode; None where its embeddings are zeros instead."""
+        if row.negative_prompt is None and self._zeroes_null:
+            return None
+        return row.negative_prompt or ""
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text's embedding `[L, D]`, the last but one hidden states of both encoders side by side, and the second
+        encoder's pooled embedding `[P]`."""
+        hidden = []
+        for tokenizer, encoder in zip((self.tokenizer, self._pipeline.tokenizer_2), self.encoders, strict=True):
+            output = encoder(tokens(tokenizer, texts, self.device)[0], output_hidden_states=True)
+            hidden.append(output.hidden_states[-2])
+        embeddings, pooled = torch.cat(hidden, dim=-1).to(self.dtype), output.text_embeds.to(self.dtype)
+        return list(zip(embeddings, pooled, strict=True))
+
+    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+        """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `text_embeds` `[B or 2B, P]`, `time_ids` `[B or 2B, 6]`
+        (height and width before cropping, crop top and left, height and width), and what `_with_guidance` adds."""
+        positives = [encoded[row.prompt] for row in rows]
+        zeros = tuple(torch.zeros_like(one) for one in positives[0])
+        texts = [self._negative(row) for row in rows] if is_guided else []
+        both = [zeros if text is None else encoded[text] for text in texts] + positives
+        sizes = [(row.height, row.width, 0, 0, row.height, row.width) for row in rows]
+        inputs = {
+            "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
+            "text_embeds": torch.stack([pooled for _, pooled in both]),
+            "time_ids": doubled(to_device(torch.tensor(sizes, dtype=self.dtype), self.device), is_guided),
+        }
+        return self._with_guidance(rows, is_guided, inputs)
+
+    def _arguments(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        """As LatentDiffusion._arguments: pooled embedding and sizes go by the name of added conditions."""
+        added = {name: inputs[name] for name in ("text_embeds", "time_ids")}
+        return {name: one for name, one in inputs.items() if name not in added} | {"added_cond_kwargs": added}
+
+    def _unscaled(self, latents: Tensor) -> Tensor:
+        """As LatentDiffusion._unscaled, with the mean and deviation of each channel where the VAE tells them."""
+        if self._mean is None or self._std is None:
+            return super()._unscaled(latents)
+        mean, std = self._mean.to(latents.dtype), self._std.to(latents.dtype)
+        return super()._unscaled(latents * std) + mean
+
+
+def load(
+    folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device
+) -> StableDiffusionXL:
+    """Load a checked folder. With no dtype given for it, the VAE of a float16 model is in float32 if its configuration
+    says that it overflows in float16 (`force_upcast`). Raises UsageError as `load_components`, and for a network that
+    takes other conditions than SDXL's."""
+    _check_conditions(folder)
+    is_upcast = dtype == torch.float16 and folder.config("vae").get("force_upcast", True)
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        **load_components(folder, dtype, vae_dtype or (torch.float32 if is_upcast else dtype)),
+        force_zeros_for_empty_prompt=folder.index.get("force_zeros_for_empty_prompt", True),
+        add_watermarker=False,
+    )
+    return StableDiffusionXL(pipeline, device)
+
+
+def _check_conditions(folder: ModelFolder) -> None:
+    unet, text = folder.config("unet"), folder.config("text_encoder_2")
+    found, given = unet.get("projection_class_embeddings_input_dim"), text.get("projection_dim", 512)
+    wanted = 6 * (unet.get("addition_time_embed_dim") or 0) + given
+    if unet.get("addition_embed_type") != "text_time" or found != wanted:
+        raise UsageError(
+            f"model folder {folder.path}: unet/config.json has addition_embed_type {unet.get('addition_embed_type')!r} "
+            f"with {found} inputs; SDXL's is 'text_time' with {wanted}, for six sizes and a text embedding of {given}"
+        )
