@@ -22,6 +22,7 @@ VALUES: dict[str, Any] = {
     "model.revision": "main",
     "model.variant": "fp16",
     "model.dtype": "bfloat16",
+    "model.vae_dtype": "float32",
     "sampling.width": 768,
     "sampling.height": 512,
     "sampling.steps": 30,
