@@ -13,6 +13,7 @@ from pathlib import Path
 from batchgen.balance import Balance, take_balance
 from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads
+from batchgen.epoch import Workplace
 from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
 from batchgen.generator import Context, Generator, open_generator
@@ -109,7 +110,7 @@ def _work(
     with EncoderPool(num_encoder_threads(job.output)) as pool:
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(run, reader, job, ledger, maker, pool, stop, progress, may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
     measured = generator.measurements()
     if measured:
         remember(architecture(job.model), generator.versions["device"], measured)

@@ -39,7 +39,8 @@ LAYERS = [
     engine.engine balance differences progress stopping importer
     rundir making
     publish report
-    worker finalize verify
+    epoch finalize verify
+    worker
     runner bench.workload bench.figures
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from batchgen import runner, worker
+from batchgen import epoch, runner
 from batchgen.filesystem import FileSystem
 from batchgen.finalize import SUCCESS, finalize
 from batchgen.ledger import Ledger
@@ -80,7 +80,7 @@ def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("settled")
     job = pattern_job(*OPTIONS, "model.variant=faults", f"output.format={request.param}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "publish", lambda run, receipt: None)
+        patch.setattr(epoch, "publish", lambda run, receipt: None)
         patch.setattr(runner, "finalize", lambda run: None)
         run_job(write(path / "manifest", MANIFEST), path / "run", job)
     return path / "run"

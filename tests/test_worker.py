@@ -20,13 +20,14 @@ from batchgen import codec, heart, worker
 from batchgen.cost import Measurement
 from batchgen.disk import remove
 from batchgen.encoders import EncoderPool
+from batchgen.epoch import Workplace
 from batchgen.errors import Interrupted, RowError, UsageError
 from batchgen.generator import DeviceLost, Dropped, OutOfMemory, Pending
 from batchgen.heart import Heart
 from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt
 from batchgen.making import Maker
 from batchgen.models.pattern import paint
-from batchgen.owners import this_process
+from batchgen.owners import end, this_process
 from batchgen.plans import PlanReader, batches
 from batchgen.records import Batch, Failure, Image, Outcome, Row
 from batchgen.stopping import Stop
@@ -92,7 +93,8 @@ class Bench:
         job = pattern_job(*self.overrides)
         with EncoderPool(1) as pool:
             maker = Maker(generator, self.stop, job.run.grace_s, self.heard.say)
-            yield Worker(self.plan.run, reader, job, self.plan.ledger(), maker, pool, self.stop, self.heard, may_wait)
+            ledger = self.plan.ledger()
+            yield Worker(Workplace(self.plan.run, reader, job, ledger, maker, pool, self.stop, self.heard), may_wait)
 
     def work(self, generator: Scripted, *, may_wait: bool = False) -> None:
         with self.worker(generator, may_wait=may_wait) as one:
@@ -164,8 +166,7 @@ def test_batches_are_made_as_planned_and_each_shard_is_one_commit(tmp_path: Path
 def test_a_worker_begins_at_a_shard_of_its_own(tmp_path: Path, first: int) -> None:
     one, generator = bench(tmp_path, 3, "plan.shard_images=1"), Scripted()
     with one.worker(generator) as working:
-        assert working.ledger.owner is not None
-        working.ledger.owner = replace(working.ledger.owner, token=f"{300 + first:016x}")
+        working.place.ledger.owner = replace(working.place.me, token=f"{300 + first:016x}")
         working.work()
     ids = [ids[0] for ids in planned_ids(one)]
     assert [asked[0] for _, asked in generator.asked] == ids[first:] + ids[:first]
@@ -421,8 +422,8 @@ def test_a_batch_is_dropped_if_it_would_outlast_the_grace(
     with one.worker(Scripted()) as working:
         (batch,) = batches(one.plan.shards[0], one.plan.index.groups)
         if last_s is not None:
-            working.maker._batch_s[batch.group, batch.size] = last_s
-        should_drop = working.maker.should_drop(batch, time.monotonic())
+            working.place.maker._batch_s[batch.group, batch.size] = last_s
+        should_drop = working.place.maker.should_drop(batch, time.monotonic())
         assert not should_drop()
         one.stop.since = now[0]
         now[0] += age_s
@@ -571,8 +572,54 @@ def test_a_disk_that_is_lost_between_two_commits_stops_the_worker(
     assert one.left_in_work() == []
 
 
-def test_the_heart_ends_with_its_block(tmp_path: Path) -> None:
+def test_a_heart_beats_until_it_is_stopped(tmp_path: Path) -> None:
     one = bench(tmp_path, 1)
-    with Heart(one.plan.ledger(), 0, 600):
-        assert "heartbeat" in [thread.name for thread in threading.enumerate()]
+    beating = Heart(one.plan.ledger(), 0, 0, 600)
+    assert "heartbeat" in [thread.name for thread in threading.enumerate()]
+    beating.stop()
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+# The device is kept busy
+
+
+def test_the_next_batch_is_at_work_before_the_one_before_is_taken_and_committed(tmp_path: Path) -> None:
+    """From one shard to the next too: a device never waits for an encoder or a disk."""
+    one = bench(tmp_path, 6, "plan.batch_sizes=[1]", "plan.shard_images=2")
+    events: list[str] = []
+
+    class Queued(Scripted):
+        def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+            number = len(self.asked)
+            pending = super().submit(batch, should_drop)
+            events.append(f"start {number}")
+
+            def outcomes() -> list[Outcome]:
+                events.append(f"take {number}")
+                return pending()
+
+            return outcomes
+
+    ledger = one.plan.ledger()
+
+    def note(batch: Batch) -> None:
+        events.extend(f"committed {receipt.stem}" for receipt in ledger.committed(one.plan.index.shards))
+
+    one.work(Queued(note))
+    starts = [events.index(f"start {number}") for number in range(6)]
+    takes = [events.index(f"take {number}") for number in range(6)]
+    assert all(takes[number] > starts[number + 1] for number in range(5))
+    assert len(one.table()) == 6
+
+
+def test_the_end_of_a_heart_that_its_owner_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was broken off in a process that lives on holds nothing any more."""
+    monkeypatch.setattr(heart, "PERIOD_S", 0.01)
+    one = bench(tmp_path, 1)
+    ledger = one.plan.ledger()
+    assert ledger.claim(0, 0)
+    beating = Heart(ledger, 0, 0, 600)
+    assert ledger.owner is not None
+    end(ledger.owner)
+    beating._thread.join(20)
+    assert not beating._thread.is_alive()

@@ -1,0 +1,183 @@
+"""One owner's work on one epoch of a shard: batches go in, a part and its receipt come out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from batchgen.disk import remove, write_table
+from batchgen.encoders import EncoderPool
+from batchgen.generator import Dropped, Pending
+from batchgen.heart import Heart
+from batchgen.job import Job
+from batchgen.ledger import COMMITTED, Ledger, Receipt, stem
+from batchgen.making import Maker
+from batchgen.metadata import row_table
+from batchgen.owners import Owner
+from batchgen.plans import PlanReader
+from batchgen.progress import Progress
+from batchgen.publish import publish
+from batchgen.records import Batch, Failure, Image, Part
+from batchgen.rundir import RunDirectory
+from batchgen.stopping import Stop
+from batchgen.writer import PartWriter
+
+_DROPPED = "the running batch is dropped: it would not end within the grace"
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What a worker works with, the same for all shards."""
+
+    run: RunDirectory
+    reader: PlanReader
+    job: Job
+    ledger: Ledger
+    maker: Maker
+    pool: EncoderPool
+    stop: Stop
+    progress: Progress
+
+    @property
+    def me(self) -> Owner:
+        assert self.ledger.owner is not None
+        return self.ledger.owner
+
+
+class Epoch:
+    """A claimed epoch. It is filled, perhaps left alone while the next one begins, and closed."""
+
+    def __init__(
+        self, place: Workplace, shard: int, number: int, table: pa.Table, heart: Heart, failures: Sequence[Failure]
+    ) -> None:
+        self._place = place
+        self._shard = shard
+        self._number = number
+        self._table = table
+        self._heart = heart
+        self._failures = list(failures)
+        self._at_work: Pending | None = None
+        self._part = PartWriter(
+            place.ledger.root / "work",
+            stem(shard, number),
+            place.job.output,
+            table,
+            place.reader.index.model,
+            place.pool,
+        )
+
+    def fill(self, pending: Sequence[Batch], on_started: Callable[[], object], *, is_row_by_row: bool) -> int | None:
+        """Make batches until it is time to commit; how many, or None if the epoch was taken away.
+
+        While a batch is at work the next one is started; the last one is still at work when this returns.
+        """
+        place, started, num = self._place, time.monotonic(), 0
+        try:
+            for batch in pending:
+                if place.stop.is_asked:
+                    break
+                before, self._at_work = self._at_work, place.maker.start(batch)
+                on_started()
+                self._take(before)
+                num += 1
+                if is_row_by_row or time.monotonic() - started > place.job.run.commit_every_s:
+                    break
+        except Dropped:
+            place.progress.say(_DROPPED)
+        except Exception:
+            if not self._is_thrown_away():
+                raise
+            return None
+        return num
+
+    def close(self) -> bool:
+        """Take what is still at work, commit, publish; whether the epoch was still ours."""
+        place = self._place
+        try:
+            before, self._at_work = self._at_work, None
+            self._take(before)
+            receipt = self._finish()
+        except Exception:
+            if not self._is_thrown_away():
+                raise
+            return False
+        self._heart.stop()
+        if receipt is None:
+            place.ledger.release(self._shard, self._number)
+        elif place.ledger.commit(receipt):
+            publish(place.run, receipt)
+        else:
+            self._throw_away()
+            return False
+        return True
+
+    def discard(self) -> None:
+        """Leave the epoch as a process that has died would, but for its part."""
+        self._heart.stop()
+        self._part.discard()
+
+    def _take(self, at_work: Pending | None) -> None:
+        """Hand a batch's images to the part and remember its failures."""
+        if at_work is None:
+            return
+        place = self._place
+        try:
+            outcomes = at_work()
+        except Dropped:
+            place.progress.say(_DROPPED)
+            return
+        failed = [one for one in outcomes if isinstance(one, Failure)]
+        self._failures += failed
+        for one in outcomes:
+            if isinstance(one, Image):
+                self._part.add(one)
+        place.progress.count(len(outcomes) - len(failed), len(failed))
+        self._heart.check()
+
+    def _finish(self) -> Receipt | None:
+        """The receipt of what was made, whose part and row table are durable; None if there is nothing to name."""
+        place = self._place
+        finished = self._part.finish()
+        place.progress.count(-len(finished.failures), len(finished.failures))
+        self._failures += finished.failures
+        if not finished.images and not self._failures:
+            return None
+        table = row_table(self._table, place.reader.index.model, finished.images, self._failures)
+        return self._receipt(finished, write_table(place.ledger.table_path(self._shard, self._number), table))
+
+    def _receipt(self, part: Part, table_sha256: str) -> Receipt:
+        return Receipt(
+            COMMITTED,
+            self._shard,
+            self._number,
+            self._place.me,
+            ok=tuple(sorted(image.index for image in part.images)),
+            failed=tuple(sorted(failure.row.index for failure in self._failures)),
+            part=part.path.name if part.path else "",
+            part_bytes=part.bytes,
+            part_sha256=part.sha256,
+            table_sha256=table_sha256,
+            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
+            versions=dict(self._place.maker.generator.versions),
+        )
+
+    def _is_thrown_away(self) -> bool:
+        """Discard the part after an error. True if the error is no wonder: another has filled the epoch's receipt, and
+        so may have swept what lay in the work folder."""
+        self.discard()
+        receipt = self._place.ledger.receipt(self._shard, self._number)
+        if receipt is None or receipt.by == self._place.me:
+            return False
+        self._throw_away()
+        return True
+
+    def _throw_away(self) -> None:
+        place = self._place
+        name = stem(self._shard, self._number)
+        place.progress.say(f"shard {name} was taken away in the meantime; its part is thrown away")
+        place.progress.count(len(self._failures) - self._part.num_added, -len(self._failures))
+        self._part.discard()
+        remove(place.ledger.table_path(self._shard, self._number))
