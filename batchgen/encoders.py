@@ -11,7 +11,8 @@ from typing import Self
 from batchgen.job import Output
 
 _IN_FLIGHT_PER_THREAD = 2
-"""One image being encoded and one waiting, so that no thread idles and memory stays flat."""
+"""One image being encoded and one waiting, so that no thread idles."""
+_IN_FLIGHT_BYTES = 2**29
 _MAX_THREADS = 8
 
 
@@ -20,11 +21,17 @@ def num_encoder_threads(output: Output) -> int:
     return output.encoders or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
+def num_in_flight(num_threads: int, batch_size: int, num_pixels: int) -> int:
+    """How many images may wait for the encoders or be with them: two of the largest batches, so that whoever hands one
+    over need not wait for the one before, but no more than half a gigabyte of the largest images or two a thread."""
+    return max(_IN_FLIGHT_PER_THREAD * num_threads, min(2 * batch_size, _IN_FLIGHT_BYTES // (3 * num_pixels)))
+
+
 class EncoderPool:
     """Threads that start work in the order in which it came, and a limit on the work in flight."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.max_in_flight = num_threads * _IN_FLIGHT_PER_THREAD
+    def __init__(self, num_threads: int, max_in_flight: int | None = None) -> None:
+        self.max_in_flight = max_in_flight or num_threads * _IN_FLIGHT_PER_THREAD
         self._slots = threading.Semaphore(self.max_in_flight)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="encoder")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from batchgen.balance import Balance, take_balance
 from batchgen.costs import remember
-from batchgen.encoders import EncoderPool, num_encoder_threads
+from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.epoch import Workplace
 from batchgen.errors import UsageError
 from batchgen.finalize import SUCCESS, finalize
@@ -107,7 +107,10 @@ def _work(
     may_wait: bool,
 ) -> None:
     settle_dtype(ledger, generator.versions.get("dtype"))
-    with EncoderPool(num_encoder_threads(job.output)) as pool:
+    threads = num_encoder_threads(job.output)
+    buckets = index.work(1.0)
+    largest = max(bucket.group.width * bucket.group.height for bucket in buckets)
+    with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
         Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()

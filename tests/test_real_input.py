@@ -40,7 +40,7 @@ def parti(path: Path, divisor: int, num: int = 1632, order: int | None = None) -
     table = path.with_suffix(".tsv")
     table.write_text("\n".join([f"{header}\twidth\theight", *lines, ""]), encoding="utf-8")
     ended = runs.batchgen("import", table, "-o", path, "--column", "prompt=Prompt")
-    assert (ended.code, ended.out.split()[0]) == (0, str(num)), ended
+    assert (ended.code, ended.out.split()[0]) == (0, f"{num:,}"), ended
     return path
 
 

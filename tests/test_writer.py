@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import codec, job, writer
-from batchgen.encoders import EncoderPool, num_encoder_threads
+from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.errors import BatchgenError
 from batchgen.formats import CONTAINERS
 from batchgen.metadata import failed_rows, made_rows, row_table
@@ -319,3 +319,10 @@ def test_flat_is_a_span_of_at_most_2_in_every_channel() -> None:
 def test_as_many_threads_as_cores_but_8_at_most() -> None:
     assert num_encoder_threads(output_of(encoders=3)) == 3
     assert num_encoder_threads(output_of()) == min(8, len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("threads", "batch", "side", "number"), [(8, 32, 512, 64), (8, 1, 512, 16), (2, 32, 4096, 10), (8, 32, 8192, 16)]
+)
+def test_two_batches_may_wait_if_memory_holds_them(threads: int, batch: int, side: int, number: int) -> None:
+    assert num_in_flight(threads, batch, side * side) == number

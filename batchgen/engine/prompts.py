@@ -10,8 +10,10 @@ import torch
 from batchgen.generator import Dropped
 from batchgen.models.family import Encoded, Family
 
-CHUNK = 8
-"""Texts encoded at once, always padded to this, so that a row's bits do not depend on what else was left to do."""
+CHUNKS = {"cpu": 8}
+LARGE_CHUNK = 32
+"""Texts encoded at once, always padded to this, so that a row's bits do not depend on what else was left to do: few on
+a CPU, where padding costs as much as texts."""
 
 
 class Prompts:
@@ -21,6 +23,7 @@ class Prompts:
     def __init__(self, model: Family, *, is_offloaded: bool) -> None:
         self._model = model
         self._is_offloaded = is_offloaded
+        self._chunk = CHUNKS.get(model.device.type, LARGE_CHUNK)
         self._encoded: dict[str, Encoded] = {}
         if is_offloaded:
             self._move(torch.device("cpu"))
@@ -40,11 +43,11 @@ class Prompts:
         if not texts:
             return
         with self._at_work():
-            for start in range(0, len(texts), CHUNK):
+            for start in range(0, len(texts), self._chunk):
                 if should_drop():
                     raise Dropped
-                chunk = texts[start : start + CHUNK]
-                padded = chunk + [""] * (CHUNK - len(chunk))
+                chunk = texts[start : start + self._chunk]
+                padded = chunk + [""] * (self._chunk - len(chunk))
                 self._encoded |= zip(chunk, self._model.encode(padded), strict=False)
 
     @contextmanager

@@ -21,8 +21,11 @@ from batchgen.models.family import Conditioning, Family, Network
 from batchgen.models.transfer import Mark
 from batchgen.records import Bucket, Row
 
-LEAD = 3
-"""Evaluations that may be queued beyond the one the device is at: enough to keep it busy, few enough to stop soon."""
+LEAD_S = 2.0
+"""Work that may be queued beyond the evaluation the device is at: what the host has for everything else between two
+batches, and what a stop has to wait for."""
+MIN_LEAD = 3
+"""Evaluations, where one takes long or it is not known how long."""
 ROOM = 32
 """Captured tables hold a multiple of this many evaluations, so that another step count rarely needs another capture."""
 CHECKED_STEPS = 2
@@ -186,11 +189,14 @@ class Steps:
 
 
 def _advance(call: Callable[[], None], num: int, device: torch.device, should_drop: Callable[[], bool]) -> None:
-    """Queue the evaluations, never more than LEAD ahead of the device. Raises Dropped."""
-    marks: deque[Mark] = deque()
+    """Queue the evaluations, never more than the lead ahead of the device. Raises Dropped."""
+    marks, lead = deque([Mark(device)]), MIN_LEAD
     for _ in range(num):
-        if len(marks) == LEAD:
-            marks.popleft().wait()
+        while len(marks) > lead:
+            passed = marks.popleft()
+            marks[0].wait()
+            seconds = marks[0].seconds_since(passed)
+            lead = max(MIN_LEAD, int(LEAD_S / seconds)) if seconds else MIN_LEAD
         if should_drop():
             raise Dropped
         call()
