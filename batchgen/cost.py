@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -171,6 +171,15 @@ def load_profile(path: Path) -> Profile:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = repr(error)
     raise UsageError(f"plan.profile = {str(path)!r} is not a profile that batchgen can read: {what}")
+
+
+def save_profile(path: Path, source: str, measurements: Sequence[Measurement]) -> None:
+    """Write a profile file. Raises UsageError where it cannot be written."""
+    content = {"source": source, "measurements": [asdict(one) for one in measurements]}
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: the profile cannot be written here: {error.strerror}") from None
 
 
 def max_batch_unmeasured(group: Group) -> int:

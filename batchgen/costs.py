@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,15 +19,17 @@ from batchgen.models.hashes import cache_dir
 
 _log = logging.getLogger(__name__)
 _KNOWN = TypeAdapter(dict[str, tuple[Measurement, ...]])
-"""By GPU model."""
+"""By GPU model and torch version."""
+_WITH = " with torch "
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
-def remember(architecture: str, gpu: str, measured: Iterable[Measurement]) -> None:
-    """Keep measurements; a bucket that was measured before takes the new figures."""
-    known = _read(architecture)
-    buckets = {_bucket(one): one for one in (*known.get(gpu, ()), *measured)}
-    content = {**known, gpu: tuple(buckets.values())}
+def remember(architecture: str, gpu: str, torch: str, measured: Iterable[Measurement]) -> None:
+    """Keep measurements of a GPU model under a torch version; a bucket that was measured before takes the new
+    figures."""
+    known, key = _read(architecture), f"{gpu}{_WITH}{torch}"
+    buckets = {_bucket(one): one for one in (*known.pop(key, ()), *measured)}
+    content = {**known, key: tuple(buckets.values())}
     path = _file(architecture)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,15 +41,22 @@ def remember(architecture: str, gpu: str, measured: Iterable[Measurement]) -> No
 
 
 def recall(architecture: str) -> Profile | None:
-    """The profile of this machine's GPU; on a machine without one, that of the only GPU model ever used. None if
-    nothing fits."""
-    known = _read(architecture)
-    here = gpu_name()
-    if here is None and len(known) == 1:
-        here = next(iter(known))
-    if here is None or not known.get(here):
+    """The profile of this machine's GPU under the installed torch. On a machine without a GPU, that of the only GPU
+    model ever used; without torch, the latest. None if nothing fits."""
+    known = {key: lines for key, lines in _read(architecture).items() if lines}
+    gpus = {key.split(_WITH)[0] for key in known}
+    gpu = gpu_name() or (gpus.pop() if len(gpus) == 1 else None)
+    torch = _torch()
+    fitting = [key for key in known if key == f"{gpu}{_WITH}{torch or key.split(_WITH)[-1]}"]
+    return Profile(f"measured earlier on {fitting[-1]}", known[fitting[-1]]) if fitting else None
+
+
+def _torch() -> str | None:
+    """The installed version of torch, which is not loaded for it; None without it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
         return None
-    return Profile(f"measured earlier on {here}", known[here])
 
 
 def gpu_name() -> str | None:

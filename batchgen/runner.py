@@ -116,7 +116,8 @@ def _work(
         Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
     measured = generator.measurements()
     if measured:
-        remember(architecture(job.model), generator.versions["device"], measured)
+        versions = generator.versions
+        remember(architecture(job.model), versions["device"], versions["torch"], measured)
 
 
 def default_directory(manifest: Sequence[str | Path]) -> Path:

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen import costs
-from batchgen.cost import ConservativeModel, Cost, Measurement, PatternModel, Profile, Seconds, load_profile
+from batchgen.cost import (
+    ConservativeModel,
+    Cost,
+    Measurement,
+    PatternModel,
+    Profile,
+    Seconds,
+    load_profile,
+    save_profile,
+)
 from batchgen.errors import UsageError
 from batchgen.records import Group
 
@@ -125,34 +134,58 @@ def test_the_largest_batch_is_what_memory_holds_and_what_still_gains(lines: list
     assert Profile("a test", tuple(lines)).max_batch(group_of(512, 512, True)) == largest
 
 
+def test_a_saved_profile_is_read_back(tmp_path: Path) -> None:
+    lines = (measured(1, 0.1), measured(8, 0.5, peak_bytes=9 * GB, weights_bytes=GB, device_bytes=80 * GB))
+    save_profile(tmp_path / "p.json", "a test", lines)
+    found = load_profile(tmp_path / "p.json")
+    assert found.measurements == lines
+    assert found.source == f"{tmp_path / 'p.json'} (a test)"
+    with pytest.raises(UsageError, match="cannot be written here"):
+        save_profile(tmp_path / "no" / "p.json", "a test", lines)
+
+
 class TestKeptCosts:
     @pytest.fixture(autouse=True)
     def place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path))
-        monkeypatch.setattr(costs, "gpu_name", lambda: None)
+        self.at(monkeypatch, None, "2.13")
         return tmp_path
 
+    def at(self, monkeypatch: pytest.MonkeyPatch, gpu: str | None, torch: str | None) -> None:
+        monkeypatch.setattr(costs, "gpu_name", lambda: gpu)
+        monkeypatch.setattr(costs, "_torch", lambda: torch)
+
     def test_what_is_measured_again_replaces_what_was(self) -> None:
-        costs.remember("net", "A", [measured(1, 0.1), measured(2, 0.2)])
-        costs.remember("net", "A", [measured(2, 0.3, peak_bytes=5)])
+        costs.remember("net", "A", "2.13", [measured(1, 0.1), measured(2, 0.2)])
+        costs.remember("net", "A", "2.13", [measured(2, 0.3, peak_bytes=5)])
         found = costs.recall("net")
         assert found is not None
         assert found.measurements == (measured(1, 0.1), measured(2, 0.3, peak_bytes=5))
+        assert found.source == "measured earlier on A with torch 2.13"
         assert costs.recall("another net") is None
 
-    def test_this_machines_gpu_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for gpu in ("A", "B"):
-            costs.remember("net", gpu, [measured(1, 0.1 if gpu == "A" else 0.2)])
-        assert costs.recall("net") is None, "two GPU models are known and none is here"
-        monkeypatch.setattr(costs, "gpu_name", lambda: "B")
+    @pytest.mark.parametrize(
+        ("gpu", "torch", "evaluation_s"),
+        [
+            ("A", "2.11", 0.1), ("A", "2.13", 0.2), ("B", "2.13", 0.3),
+            ("B", "2.11", None), ("C", "2.13", None), (None, "2.13", None), ("A", None, 0.2),
+        ],
+    )  # fmt: skip
+    def test_gpu_and_torch_decide(
+        self, monkeypatch: pytest.MonkeyPatch, gpu: str | None, torch: str | None, evaluation_s: float | None
+    ) -> None:
+        for number, key in enumerate([("A", "2.11"), ("A", "2.13"), ("B", "2.13")]):
+            costs.remember("net", *key, [measured(1, round(0.1 + number / 10, 1))])
+        self.at(monkeypatch, gpu, torch)
         found = costs.recall("net")
-        assert found is not None
-        assert found.measurements == (measured(1, 0.2),)
-        monkeypatch.setattr(costs, "gpu_name", lambda: "C")
-        assert costs.recall("net") is None
+        assert (found and found.measurements[0].evaluation_s) == evaluation_s
+
+    def test_a_machine_without_a_gpu_takes_the_only_gpu_that_was_used(self) -> None:
+        costs.remember("net", "A", "2.13", [measured(1, 0.1)])
+        assert costs.recall("net") is not None
 
     def test_a_damaged_file_is_no_fault(self, place: Path, caplog: pytest.LogCaptureFixture) -> None:
-        costs.remember("net", "A", [measured(1, 0.1)])
+        costs.remember("net", "A", "2.13", [measured(1, 0.1)])
         (place / "costs" / "net.json").write_text("{")
         assert costs.recall("net") is None
         assert "measured again" in caplog.text

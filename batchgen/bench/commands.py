@@ -67,6 +67,9 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--no-batchgen", is_flag=True, help="Leave out batchgen itself.")
 @click.option("--no-idle", is_flag=True, help="Leave out the second run, which measures idle time.")
 @click.option("--learn", "is_learning", is_flag=True, help="Keep measured costs for later plans, as a run does.")
+@click.option(
+    "--profile-out", type=click.Path(dir_okay=False, path_type=Path), help="Measured costs, for plan.profile."
+)
 @click.option("--profile", help="Kernels of a step and a decode: none, eager, compiled or both.")
 @_SET
 @_JSON_FILE
@@ -103,6 +106,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         upcasts_vae=options["upcast_vae"],
         runs_batchgen=not options["no_batchgen"],
         is_learning=options["is_learning"],
+        profile_out=options["profile_out"],
         profiles_idle=not options["no_idle"],
         profiles=_names(options["profile"], ()),
         folder=options["folder"],

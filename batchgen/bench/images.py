@@ -18,6 +18,7 @@ from batchgen.bench.figures import ratio, share
 from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.traces import KernelTime, kernel_times
 from batchgen.bench.workload import Workload
+from batchgen.cost import save_profile
 from batchgen.encoders import num_encoder_threads
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.errors import UsageError
@@ -44,6 +45,8 @@ class Settings:
     upcasts_vae: bool = False
     runs_batchgen: bool = True
     is_learning: bool = False
+    profile_out: Path | None = None
+    """Where the measured costs go, as a profile that `plan.profile` takes."""
     profiles_idle: bool = True
     profiles: tuple[str, ...] = ()
     folder: Path | None = None
@@ -138,6 +141,9 @@ def _run_batchgen(settings: Settings, job: Job, folder: Path, report: Report, sa
     bench = ours.Bench(job, wanted, folder, say, settings.is_learning)
     say(f"batchgen: {len(wanted)} images, end to end")
     report.batchgen = bench.run()
+    if settings.profile_out is not None:
+        assert bench.engine is not None
+        save_profile(settings.profile_out, f"{settings.arch} on {report.device}", bench.engine.measurements())
     for one in lines(report.batchgen):
         say(f"  {one}")
     save(report, settings.json_file)

@@ -57,6 +57,16 @@ class Choice:
         return "compiled+graph" if is_compiled else "graph" if is_captured else "eager"
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """How long a bucket's work is predicted to take, in the mode that suits it."""
+
+    mode: str
+    seconds: float
+    """What must be compiled and captured included."""
+    eager_s: float
+
+
 class Tuning:
     """The choice, made at the first batch."""
 
@@ -66,6 +76,7 @@ class Tuning:
         self._name = f"choice-{device_name}"
         self._context = context
         self._choice: Choice | None = None
+        self._forecasts: dict[Bucket, Forecast] = {}
 
     @property
     def is_settled(self) -> bool:
@@ -122,8 +133,13 @@ class Tuning:
         self._context.say(f"attention kernels: {fastest} (an eager evaluation of {bucket}: {times})")
         if not self._is_auto:
             return Choice(fastest)
-        compile_s = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters
-        return weigh(self._context.work, bucket, timed[fastest], compile_s, fastest)
+        compile_s, work = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters, self._context.work
+        self._forecasts = {one: forecast(one, work[one], bucket, timed[fastest], compile_s) for one in work}
+        named = {
+            mode: tuple(str(one) for one, told in self._forecasts.items() if told.mode == mode)
+            for mode in ("compiled+graph", "graph")
+        }
+        return Choice(fastest, named["compiled+graph"], named["graph"], decodes_that_pay(work))
 
     def _time(self, name: str, probe: Callable[[], object]) -> float:
         """Median seconds of an eager evaluation."""
@@ -138,31 +154,41 @@ class Tuning:
         return statistics.median(times[1:])
 
     def _say(self, choice: Choice) -> None:
-        for bucket, work in self._context.work.items():
-            self._context.say(f"mode {choice.mode(bucket)} for {bucket}: {work.evaluations} evaluations to do")
+        for bucket, left in self._context.work.items():
+            mode, told = choice.mode(bucket), self._forecasts.get(bucket)
+            line = f"mode {mode} for {bucket}: {left.evaluations} evaluations to do"
+            if told is not None and told.mode == mode:
+                line += f", predicted {told.seconds:.0f} s"
+                line += f" ({told.eager_s:.0f} s in mode eager)" if mode != "eager" else ""
+            self._context.say(line)
         for size in choice.decodes:
             self._context.say(f"mode compiled for decoding {size}")
 
 
-def weigh(work: Mapping[Bucket, Work], measured: Bucket, measured_s: float, compile_s: float, kernels: str) -> Choice:
-    """What pays: a compile or a capture where the work that is left earns it back.
+def forecast(bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float) -> Forecast:
+    """The mode that is done first with what is left, if what must be paid beforehand counts _SURPLUS times.
 
     `measured_s` is an eager evaluation of one bucket; others are taken to be in proportion to their pixels.
     """
-    compiled, captured, pixels = [], [], Counter[str]()
+    kernel_s = measured_s * bucket.pixels / measured.pixels
+    eager_s = max(kernel_s, LAUNCH_BOUND_S)
+    capture_s = CAPTURE_EVALUATIONS * eager_s
+    options = {
+        "eager": (left.evaluations * eager_s, 0.0),
+        "graph": (left.evaluations * kernel_s, capture_s),
+        "compiled+graph": (left.evaluations * kernel_s * COMPILED_SHARE, compile_s + capture_s),
+    }
+    mode = min(options, key=lambda name: options[name][0] + _SURPLUS * options[name][1])
+    return Forecast(mode, sum(options[mode]), sum(options["eager"]))
+
+
+def decodes_that_pay(work: Mapping[Bucket, Work]) -> tuple[str, ...]:
+    """Sizes of which so many images are left that compiling their decoder pays."""
+    pixels = Counter[str]()
     for bucket, left in work.items():
-        kernel_s = measured_s * bucket.pixels / measured.pixels
-        launch_s = max(0.0, LAUNCH_BOUND_S - kernel_s)
-        capture_s = CAPTURE_EVALUATIONS * (kernel_s + launch_s)
-        saved_s = left.evaluations * (kernel_s * (1 - COMPILED_SHARE) + launch_s)
-        if saved_s > _SURPLUS * (compile_s + capture_s):
-            compiled.append(str(bucket))
-        elif left.evaluations * launch_s > _SURPLUS * capture_s:
-            captured.append(str(bucket))
         width, height = bucket.group.width, bucket.group.height
         pixels[f"{width}x{height}"] += left.batches * bucket.size * width * height
-    decodes = [size for size, num in pixels.items() if num * DECODE_GAIN_S > _SURPLUS * DECODE_COMPILE_S]
-    return Choice(kernels, tuple(compiled), tuple(captured), tuple(decodes))
+    return tuple(size for size, num in pixels.items() if num * DECODE_GAIN_S > _SURPLUS * DECODE_COMPILE_S)
 
 
 def _choice(settled: str) -> Choice:
