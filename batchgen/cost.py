@@ -101,6 +101,13 @@ class Measurement:
     next two."""
     weights_bytes: PositiveInt | None = None
     device_bytes: PositiveInt | None = None
+    mode: str = ""
+    """That the bucket ran in; "" where it is not told."""
+
+    @property
+    def group(self) -> Group:
+        """The group as far as it decides costs."""
+        return Group(self.width, self.height, self.is_guided, 0, "")
 
 
 _MEASUREMENTS = TypeAdapter(Annotated[tuple[Measurement, ...], Field(min_length=1)])
@@ -108,7 +115,8 @@ _MEASUREMENTS = TypeAdapter(Annotated[tuple[Measurement, ...], Field(min_length=
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured buckets. A shape that was not measured takes the nearest one's seconds, scaled by its area."""
+    """Measured buckets. One that was not measured takes the nearest one's seconds, in the proportion that the
+    conservative model sees between the two: a smaller batch is never much cheaper just because it is unknown."""
 
     source: str
     measurements: tuple[Measurement, ...]
@@ -127,10 +135,11 @@ class Profile:
             )
 
         best = min(self.measurements, key=distance)
-        scale = area * size / (best.width * best.height * best.batch_size)
-        if best.is_guided != group.is_guided:
-            scale *= 2 if group.is_guided else 0.5
-        return Seconds(best.fixed_s * scale, best.evaluation_s * scale)
+        there = ConservativeModel().seconds(best.group, best.batch_size)
+        here = ConservativeModel().seconds(group, size)
+        return Seconds(
+            best.fixed_s * here.fixed_s / there.fixed_s, best.evaluation_s * here.evaluation_s / there.evaluation_s
+        )
 
     def max_batch(self, group: Group) -> int:
         """What is left of the device beside head-room and weights, over the most bytes per pixel that any bucket

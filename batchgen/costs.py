@@ -19,7 +19,7 @@ from batchgen.models.hashes import cache_dir
 
 _log = logging.getLogger(__name__)
 _KNOWN = TypeAdapter(dict[str, tuple[Measurement, ...]])
-"""By GPU model and torch version."""
+"""By GPU model and torch version; the latest last."""
 _WITH = " with torch "
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
@@ -28,7 +28,10 @@ def remember(architecture: str, gpu: str, torch: str, measured: Iterable[Measure
     """Keep measurements of a GPU model under a torch version; a bucket that was measured before takes the new
     figures."""
     known, key = _read(architecture), f"{gpu}{_WITH}{torch}"
-    buckets = {_bucket(one): one for one in (*known.pop(key, ()), *measured)}
+    buckets: dict[Measurement, Measurement] = {}
+    for one in (*known.pop(key, ()), *measured):
+        buckets.pop(_bucket(one), None)
+        buckets[_bucket(one)] = one
     content = {**known, key: tuple(buckets.values())}
     path = _file(architecture)
     try:
@@ -40,15 +43,20 @@ def remember(architecture: str, gpu: str, torch: str, measured: Iterable[Measure
         _log.warning("measured costs cannot be kept in %s: %s", path, error)
 
 
-def recall(architecture: str) -> Profile | None:
+def recall(architecture: str, mode: str) -> Profile | None:
     """The profile of this machine's GPU under the installed torch. On a machine without a GPU, that of the only GPU
-    model ever used; without torch, the latest. None if nothing fits."""
+    model ever used; without torch, the latest. Of a bucket the figures in `mode` count, else those of its last run.
+    None if nothing fits."""
     known = {key: lines for key, lines in _read(architecture).items() if lines}
     gpus = {key.split(_WITH)[0] for key in known}
     gpu = gpu_name() or (gpus.pop() if len(gpus) == 1 else None)
     torch = _torch()
     fitting = [key for key in known if key == f"{gpu}{_WITH}{torch or key.split(_WITH)[-1]}"]
-    return Profile(f"measured earlier on {fitting[-1]}", known[fitting[-1]]) if fitting else None
+    if not fitting:
+        return None
+    lines = sorted(known[fitting[-1]], key=lambda one: one.mode == mode)
+    latest = {replace(_bucket(one), mode=""): one for one in lines}
+    return Profile(f"measured earlier on {fitting[-1]}", tuple(latest.values()))
 
 
 def _torch() -> str | None:

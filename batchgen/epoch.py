@@ -59,6 +59,8 @@ class Epoch:
         self._table = table
         self._heart = heart
         self._failures = list(failures)
+        self._counted = [0, len(self._failures)]
+        """Rows made and failed that the progress has been told of."""
         self._at_work: Pending | None = None
         self._part = PartWriter(
             place.ledger.root / "work",
@@ -134,14 +136,18 @@ class Epoch:
         for one in outcomes:
             if isinstance(one, Image):
                 self._part.add(one)
-        place.progress.count(len(outcomes) - len(failed), len(failed))
+        self._count(len(outcomes) - len(failed), len(failed))
         self._heart.check()
+
+    def _count(self, made: int, failed: int) -> None:
+        self._counted = [self._counted[0] + made, self._counted[1] + failed]
+        self._place.progress.count(made, failed)
 
     def _finish(self) -> Receipt | None:
         """The receipt of what was made, whose part and row table are durable; None if there is nothing to name."""
         place = self._place
         finished = self._part.finish()
-        place.progress.count(-len(finished.failures), len(finished.failures))
+        self._count(-len(finished.failures), len(finished.failures))
         self._failures += finished.failures
         if not finished.images and not self._failures:
             return None
@@ -178,6 +184,7 @@ class Epoch:
         place = self._place
         name = stem(self._shard, self._number)
         place.progress.say(f"shard {name} was taken away in the meantime; its part is thrown away")
-        place.progress.count(len(self._failures) - self._part.num_added, -len(self._failures))
+        made, failed = self._counted
+        self._count(-made, -failed)
         self._part.discard()
         remove(place.ledger.table_path(self._shard, self._number))

@@ -223,7 +223,8 @@ def _cost(job: Job, facts: Facts) -> Cost:
         return load_profile(Path(job.plan.profile))
     if not facts.needs_torch:
         return PatternModel()
-    return recall(architecture(job.model)) or ConservativeModel()
+    measured = None if job.engine.device == "cpu" else recall(architecture(job.model), job.engine.mode)
+    return measured or ConservativeModel()
 
 
 def _carried_notes(manifest: Manifest) -> list[str]:

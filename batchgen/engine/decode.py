@@ -46,7 +46,8 @@ class Decoder:
         self.chunk = chunk
         self._model = model
         self._say = say
-        self._compiled: Network | None = torch.compile(model.decoder, fullgraph=True, dynamic=False)
+        self._compiled: Network | None = None
+        self._may_compile = True
 
     def start(self, latents: Tensor, *, is_compiled: bool) -> Decoding:
         """Queue the decoding of `[R, C, h, w]` and the copies to the host."""
@@ -74,20 +75,22 @@ class Decoder:
         return _Judged(to_host(judged.pixels), to_host(judged.is_finite), to_host(judged.is_constant))
 
     def _decode(self, latents: Tensor, *, is_compiled: bool) -> Tensor:
-        if is_compiled and self._compiled is not None:
+        if is_compiled and self._may_compile:
             try:
+                if self._compiled is None:
+                    self._compiled = torch.compile(self._model.decoder, fullgraph=True, dynamic=False)
                 return self._model.decode(self._compiled, latents)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # whatever torch.compile raises: there is another way to decode
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self._say(f"decoding cannot be compiled ({type(error).__name__}: {reason}); it runs eager")
-                self._compiled = None
+                self._may_compile = False
         return self._model.decode(self._model.decoder, latents)
 
     def _again(self, latents: Tensor, result: Pixels | Fault) -> Pixels | Fault:
         """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself."""
-        if isinstance(result, Fault) and self._model.dtype != torch.float32:
+        if isinstance(result, Fault) and self._model.vae.dtype != torch.float32:
             judged = judge(self._model.decode_float32(latents))
             return _results(_Judged(judged.pixels.cpu(), judged.is_finite.cpu(), judged.is_constant.cpu()))[0]
         return result

@@ -130,7 +130,7 @@ class Steps:
             try:
                 ready = self._prepare(bucket, mode, load_lanes(self._model, rows, tables, room), conditioning)
                 break
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run
                 instead = "graph" if mode == "compiled+graph" else "eager"

@@ -6,6 +6,7 @@ The first worker of a run decides for all, since modes change the last bits of p
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import time
 from collections import Counter
@@ -73,7 +74,7 @@ class Tuning:
     def __init__(self, engine: Engine, device: torch.device, device_name: str, context: Context) -> None:
         self._engine = engine
         self._device = device
-        self._name = f"choice-{device_name}"
+        self._name = f"choice-{re.sub('[^A-Za-z0-9]+', '-', device_name)}"
         self._context = context
         self._choice: Choice | None = None
         self._forecasts: dict[Bucket, Forecast] = {}

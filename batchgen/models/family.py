@@ -41,7 +41,7 @@ class Family(Protocol):
     scheduler: Any
     tokenizer: Any
     network: torch.nn.Module
-    vae: torch.nn.Module
+    vae: Any
     decoder: Network
     """The call of the VAE that makes images `[B, 3, H, W]` of its own latents."""
     encoders: Sequence[torch.nn.Module]

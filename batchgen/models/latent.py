@@ -30,7 +30,7 @@ class LatentDiffusion:
         self.tokenizer = pipeline.tokenizer
         self.scheduler = pipeline.scheduler
         self.network: torch.nn.Module = pipeline.unet
-        self.vae: torch.nn.Module = pipeline.vae
+        self.vae: Any = pipeline.vae
         self.encoders = encoders
         self.decoder: Network = pipeline.vae.decode
         self._pipeline = pipeline
