@@ -6,8 +6,6 @@ turns each class into its exit code and never shows a traceback for the first tw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class BatchgenError(Exception):
     """Base of all errors that batchgen raises on purpose."""
@@ -29,8 +27,3 @@ class Interrupted(BatchgenError):
 
 class RowError(BatchgenError):
     """One row could not be made; its neighbours are not concerned."""
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a sentence, the first 30 of them."""
-    return ", ".join(names[:30]) + (f" and {len(names) - 30:,} more" if len(names) > 30 else "")

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 
 from batchgen.carried import holds
 from batchgen.columns import as_type, is_text, replaced, without_views
-from batchgen.errors import UsageError, listed
+from batchgen.errors import UsageError
 from batchgen.manifest_files import FileIdentity, find_files
+from batchgen.wording import listed
 
 PARAMETERS = (
     "id",

@@ -43,7 +43,7 @@ class Rejections:
         lines = [f"{num_rows:,} of {every} cannot be made as asked (rows count from 0):"]
         lines += with_more([self._line(cell) for cell in self._first], self.num_cells)
         if is_skipped:
-            lines.append("They are left out; rejected.parquet has them all, with their faults")
+            lines.append("They are left out; a run keeps them all, with their faults, in rejected.parquet")
         else:
             lines.append("Mend the manifest, or leave such rows out with --on-bad-row skip")
         return "\n".join(lines)

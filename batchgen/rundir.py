@@ -13,7 +13,7 @@ from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.costs import recall
 from batchgen.differences import row_differences
 from batchgen.drafts import Draft, draft, plan_rows
-from batchgen.errors import UsageError, listed
+from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, is_utf8, resumable
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
@@ -25,6 +25,7 @@ from batchgen.plans import PlanIndex, PlanReader, freeze, load_index
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation
+from batchgen.wording import listed
 
 _FREE = (
     "run",
@@ -32,6 +33,7 @@ _FREE = (
     "model.path",
     "model.revision",
     "engine.device",
+    "engine.text_encoder",
     "output.encoders",
     "plan.profile",
     "plan.on_truncate",

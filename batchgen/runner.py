@@ -83,7 +83,9 @@ def run_job(
     if balance.outstanding and not stop.is_asked:
         try:
             with progress(balance) as shown:
-                share = balance.outstanding / index.num_rows / (1 + len({(one.host, one.pid) for one in balance.holders}))
+                share = (
+                    balance.outstanding / index.num_rows / (1 + len({(one.host, one.pid) for one in balance.holders}))
+                )
                 settled = partial(settle, ledger)
                 generator = opener(job, Context(shown.say, settled, index.work(share)))
                 _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)

@@ -10,9 +10,11 @@ def shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def listed(names: Sequence[str], count: int) -> str:
-    """The first names of `count`, and the number of the others: "a, b and 3 more"."""
-    return ", ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
+def listed(names: Sequence[str], count: int | None = None) -> str:
+    """The first names of `count` (else of all), at most 30, and the number of the others: "a, b and 3 more"."""
+    shown = names[:30]
+    others = (len(names) if count is None else count) - len(shown)
+    return ", ".join(shown) + (f" and {others:,} more" if others > 0 else "")
 
 
 def with_more(lines: Sequence[str], count: int) -> list[str]:

@@ -200,6 +200,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(folders, "_HUB_TIMEOUT_S", 1.0)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if is_mute:

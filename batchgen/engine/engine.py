@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import diffusers
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 from batchgen.cost import Measurement
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
+from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
 from batchgen.engine.steps import Steps
@@ -29,11 +28,9 @@ from batchgen.models.facts import OWN_UPDATE
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
-from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
 from batchgen.version import VERSION
 
-STAGES = ("text", "denoise", "decode")
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
     "StableDiffusionPipeline": sd.load,
     "StableDiffusionXLPipeline": sdxl.load,
@@ -50,7 +47,7 @@ class Engine:
         self.facts = facts_of(job.model)
         self.model = _load(job, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
-        self._weights_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self._meter = Meter(self.device)
         self.versions: Mapping[str, str] = {
             "batchgen": VERSION,
             "torch": torch.__version__,
@@ -60,9 +57,6 @@ class Engine:
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
         self.steps = Steps(self.model, context)
-        self.stage_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
-        """Device seconds per stage, of the batches whose outcomes were asked for."""
-        self._measured: dict[Bucket, Measurement] = {}
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
         self._decoder = Decoder(self.model, job.engine.decode_batch, context.say)
@@ -72,7 +66,7 @@ class Engine:
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Encode the texts of a shard. As Generator.prepare."""
         texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
-        with self._errors_named():
+        with self._errors_named(), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
             self._prompts.prepare(texts, should_drop)
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
@@ -89,27 +83,26 @@ class Engine:
 
     @torch.inference_mode()
     def _submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
-        started = time.perf_counter()
-        marks = [Mark(self.device)]
-        num_captures = len(self.steps.captures) if self._tuning.is_settled else -1
+        started, is_first = time.perf_counter(), not self._tuning.is_settled
+        num_captures, watch = len(self.steps.captures), self._meter.watch()
         conditioning = self.conditioning(batch)
-        marks.append(Mark(self.device))
+        watch.pass_stage()
         latents, mode = self.denoise(batch, conditioning, should_drop)
-        marks.append(Mark(self.device))
+        watch.pass_stage()
         decoding = self._decode(batch.group, latents)
-        marks.append(Mark(self.device))
-        is_steady = num_captures == len(self.steps.captures)
+        watch.pass_stage()
+        is_steady = not is_first and num_captures == len(self.steps.captures)
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
+        held_bytes = self.steps.held_bytes
 
         def outcomes() -> list[Outcome]:
             with self._errors_named(), torch.inference_mode():
                 decoded = decoding()
-                stage_s = [end.seconds_since(start) for start, end in pairwise(marks)]
-            for stage, stage_seconds in zip(STAGES, stage_s, strict=True):
-                self.stage_s[stage] += stage_seconds
+                stage_s = self._meter.count(watch, len(batch.rows))
             if is_steady and batch.group.form != OWN_UPDATE:
-                self._measure(batch, stage_s)
+                num = max(self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows)
+                self._meter.measure(Bucket(batch.group, batch.size), mode, num, stage_s, watch.peak_bytes + held_bytes)
             return [
                 _outcome(row, result, batch.size, mode, count, seconds)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
@@ -119,27 +112,12 @@ class Engine:
 
     def measurements(self) -> Sequence[Measurement]:
         """As Generator.measurements; nothing on a CPU."""
-        return tuple(self._measured.values())
+        return self._meter.measurements
 
-    def _measure(self, batch: Batch, stage_s: Sequence[float]) -> None:
-        """Keep what a batch cost that neither captured nor compiled: the least time, the most memory."""
-        if self.device.type != "cuda":
-            return
-        text_s, denoise_s, decode_s = stage_s
-        num = max(self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows)
-        group, bucket = batch.group, Bucket(batch.group, batch.size)
-        before = self._measured.get(bucket)
-        self._measured[bucket] = Measurement(
-            group.width,
-            group.height,
-            group.is_guided,
-            batch.size,
-            fixed_s=min(text_s + decode_s, before.fixed_s if before else math.inf),
-            evaluation_s=min(denoise_s / num, before.evaluation_s if before else math.inf),
-            peak_bytes=torch.cuda.max_memory_allocated(self.device),
-            weights_bytes=self._weights_bytes,
-            device_bytes=torch.cuda.get_device_properties(self.device).total_memory,
-        )
+    @property
+    def stage_s(self) -> Mapping[str, float]:
+        """Device seconds per stage, of the batches whose outcomes were asked for."""
+        return self._meter.stage_s
 
     @torch.inference_mode()
     def conditioning(self, batch: Batch) -> Conditioning:
@@ -198,8 +176,6 @@ class Engine:
             return
         self._group = group
         self.steps.free()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
         if self._tuning.is_compiled:
             # Compiled code is kept per network, and the number of its forms is limited.
             torch._dynamo.reset()

@@ -67,6 +67,8 @@ class _Ready:
     lanes: Lanes | None = None
     conditioning: Conditioning | None = None
     replay: Callable[[], None] | None = None
+    held_bytes: int = 0
+    """That the device's memory has grown by for it."""
 
 
 class Steps:
@@ -103,6 +105,11 @@ class Steps:
         _advance(ready.replay, num, self._model.device, should_drop)
         assert ready.lanes is not None
         return ready.lanes.latents.clone(), ready.mode
+
+    @property
+    def held_bytes(self) -> int:
+        """What the graphs of the group at work hold beside what is allocated for a batch."""
+        return sum(ready.held_bytes for ready in self._ready.values())
 
     def free(self) -> bool:
         """Give back what graphs hold; whether there were any."""
@@ -163,6 +170,7 @@ class Steps:
             bucket, mode, time.perf_counter() - started, compile_s, before, reserved_bytes(device), deviation
         )
         self.captures.append(capture)
+        ready.held_bytes = max(0, capture.after_bytes - before) if "graph" in mode else 0
         self._say(str(capture))
         return ready
 

@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
@@ -22,6 +22,7 @@ from batchgen.generator import Context
 from batchgen.job import Engine
 from batchgen.models.transfer import Mark
 from batchgen.records import Bucket, Work
+from batchgen.wording import listed
 
 COMPILED_SHARE = 0.75
 """Of the seconds of an evaluation, what compiled kernels need: 0.66 to 0.82 were measured (SD1.5 and SDXL, batches of
@@ -39,6 +40,7 @@ CAPTURE_EVALUATIONS = 9
 _SURPLUS = 1.2
 """What is paid must be earned back this many times."""
 _PROBES = 3
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class Tuning:
         """Make or learn the run's choice. It may be measured: `probe` runs one eager evaluation of this bucket."""
         mine = self._chosen(bucket, num_parameters, probe)
         self._choice = _choice(self._context.settle(self._name, json.dumps(asdict(mine))))
-        if self._is_auto:
+        if self._is_auto and not self._is_cpu:
             self._say(self._choice)
 
     def mode(self, bucket: Bucket) -> str:
@@ -155,15 +157,22 @@ class Tuning:
         return statistics.median(times[1:])
 
     def _say(self, choice: Choice) -> None:
-        for bucket, left in self._context.work.items():
-            mode, told = choice.mode(bucket), self._forecasts.get(bucket)
-            line = f"mode {mode} for {bucket}: {left.evaluations} evaluations to do"
-            if told is not None and told.mode == mode:
-                line += f", predicted {told.seconds:.0f} s"
-                line += f" ({told.eager_s:.0f} s in mode eager)" if mode != "eager" else ""
-            self._context.say(line)
-        for size in choice.decodes:
-            self._context.say(f"mode compiled for decoding {size}")
+        """A line a mode, the buckets of most work named in it."""
+        by_mode: dict[str, list[Bucket]] = {}
+        for bucket in sorted(self._context.work, key=lambda one: -self._context.work[one].evaluations):
+            by_mode.setdefault(choice.mode(bucket), []).append(bucket)
+        for mode, buckets in by_mode.items():
+            names = "; ".join(str(one) for one in buckets[:_NAMED])
+            more = f" and {len(buckets) - _NAMED:,} more" if len(buckets) > _NAMED else ""
+            self._context.say(f"mode {mode} {self._predicted(buckets)}for {names}{more}")
+        if choice.decodes:
+            self._context.say(f"mode compiled for decoding {listed(choice.decodes)}")
+
+    def _predicted(self, buckets: Sequence[Bucket]) -> str:
+        told = [self._forecasts[one] for one in buckets if one in self._forecasts]
+        if not told:
+            return ""
+        return f"(predicted {sum(one.seconds for one in told):.0f} s, eager {sum(one.eager_s for one in told):.0f} s) "
 
 
 def forecast(bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float) -> Forecast:
