@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from batchgen.disk import remove, write_table
 from batchgen.encoders import EncoderPool
+from batchgen.errors import Interrupted
 from batchgen.generator import Dropped, Pending
 from batchgen.heart import Heart
 from batchgen.job import Job
@@ -89,8 +91,8 @@ class Epoch:
                     break
         except Dropped:
             place.progress.say(_DROPPED)
-        except Exception:
-            if not self._is_thrown_away():
+        except Exception as error:
+            if not self._is_thrown_away(error):
                 raise
             return None
         return num
@@ -102,8 +104,8 @@ class Epoch:
             before, self._at_work = self._at_work, None
             self._take(before)
             receipt = self._finish()
-        except Exception:
-            if not self._is_thrown_away():
+        except Exception as error:
+            if not self._is_thrown_away(error):
                 raise
             return False
         self._heart.stop()
@@ -116,10 +118,14 @@ class Epoch:
             return False
         return True
 
-    def discard(self) -> None:
-        """Leave the epoch as a process that has died would, but for its part."""
+    def discard(self, error: Exception) -> None:
+        """Leave the epoch after an error as a process that has died would, but for its part. A disk that refuses is no
+        death: its epoch is given back, if that can be written."""
         self._heart.stop()
         self._part.discard()
+        if isinstance(error, Interrupted):
+            with suppress(Interrupted):
+                self._place.ledger.release(self._shard, self._number)
 
     def _take(self, at_work: Pending | None) -> None:
         """Hand a batch's images to the part and remember its failures."""
@@ -170,10 +176,10 @@ class Epoch:
             versions=dict(self._place.maker.generator.versions),
         )
 
-    def _is_thrown_away(self) -> bool:
+    def _is_thrown_away(self, error: Exception) -> bool:
         """Discard the part after an error. True if the error is no wonder: another has filled the epoch's receipt, and
         so may have swept what lay in the work folder."""
-        self.discard()
+        self.discard(error)
         receipt = self._place.ledger.receipt(self._shard, self._number)
         if receipt is None or receipt.by == self._place.me:
             return False

@@ -45,9 +45,9 @@ class Worker:
                     if not self.may_wait:
                         return
                     self._wait()
-        except Exception:
+        except Exception as error:
             if self._former is not None:
-                self._former.discard()
+                self._former.discard(error)
             raise
 
     def _wait(self) -> None:
@@ -97,6 +97,8 @@ class Worker:
         try:
             table = place.reader.shard(shard)
             suspicion = state.suspicion(place.job.run.max_deaths)
+            if suspicion.deaths:
+                self._close_former()  # Whatever kills this shard's owners must not take another one's rows along.
             left = batches(table, place.reader.index.groups, state.settled)
             pending = list(_one_by_one(left) if suspicion.is_row_by_row else left)
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
@@ -115,7 +117,7 @@ class Worker:
             if num is None:
                 return False
             pending, guilty = pending[num:], []
-            if not pending and not suspicion.is_row_by_row:
+            if not pending and not suspicion.deaths and not suspicion.is_row_by_row:
                 self._close_former()
                 self._former = epoch
                 return False

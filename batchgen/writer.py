@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +80,8 @@ class PartWriter:
         """Remove what there is of the part, finished or not."""
         self._error = self._error or BatchgenError(f"part {self._stem} was discarded")
         self._wait()
-        self._container.abort()
+        with suppress(OSError):  # Closing writes what is still buffered; a full disk refuses that too.
+            self._container.abort()
         disk.remove(self._path)
 
     def _encode(self, place: int, image: Image) -> None:
