@@ -158,15 +158,15 @@ def status(directory: Path, as_json: bool) -> None:
     Example: batchgen status prompts-out
     """
     from batchgen.balance import take_balance
-    from batchgen.finalize import SUCCESS
     from batchgen.ledger import Ledger
+    from batchgen.marker import is_finished
     from batchgen.report import status_facts, status_text
     from batchgen.rundir import RunDirectory
 
     run = RunDirectory(directory)
     index = run.index()
     balance = take_balance(index, Ledger(run.root, run.files))
-    is_finalized = run.files.stat(run.path / SUCCESS) is not None
+    is_finalized = is_finished(run)
     if as_json:
         click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
     else:

@@ -138,7 +138,8 @@ class Profile:
         there = ConservativeModel().seconds(best.group, best.batch_size)
         here = ConservativeModel().seconds(group, size)
         return Seconds(
-            best.fixed_s * here.fixed_s / there.fixed_s, best.evaluation_s * here.evaluation_s / there.evaluation_s
+            best.fixed_s * (here.fixed_s / there.fixed_s),
+            best.evaluation_s * (here.evaluation_s / there.evaluation_s),
         )
 
     def max_batch(self, group: Group) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from batchgen.disk import remove, write_table
 from batchgen.encoders import EncoderPool
-from batchgen.errors import Interrupted
+from batchgen.errors import BatchgenError
 from batchgen.generator import Dropped, Pending
 from batchgen.heart import Heart
 from batchgen.job import Job
@@ -73,6 +72,11 @@ class Epoch:
             place.pool,
         )
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Shard and epoch."""
+        return self._shard, self._number
+
     def fill(self, pending: Sequence[Batch], on_started: Callable[[], object], *, is_row_by_row: bool) -> int | None:
         """Make batches until it is time to commit; how many, or None if the epoch was taken away.
 
@@ -117,15 +121,6 @@ class Epoch:
             self._throw_away()
             return False
         return True
-
-    def discard(self, error: Exception) -> None:
-        """Leave the epoch after an error as a process that has died would, but for its part. A disk that refuses is no
-        death: its epoch is given back, if that can be written."""
-        self._heart.stop()
-        self._part.discard()
-        if isinstance(error, Interrupted):
-            with suppress(Interrupted):
-                self._place.ledger.release(self._shard, self._number)
 
     def _take(self, at_work: Pending | None) -> None:
         """Hand a batch's images to the part and remember its failures."""
@@ -179,7 +174,10 @@ class Epoch:
     def _is_thrown_away(self, error: Exception) -> bool:
         """Discard the part after an error. True if the error is no wonder: another has filled the epoch's receipt, and
         so may have swept what lay in the work folder."""
-        self.discard(error)
+        self._heart.stop()
+        self._part.discard()
+        if isinstance(error, BatchgenError):
+            return False
         receipt = self._place.ledger.receipt(self._shard, self._number)
         if receipt is None or receipt.by == self._place.me:
             return False

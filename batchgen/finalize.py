@@ -6,10 +6,9 @@ Any worker that finds all rows settled does this, or a person does; two at once 
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from batchgen.disk import remove
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
+from batchgen.marker import put_marker
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.plans import REJECTED, PlanIndex
 from batchgen.publish import publish, published
@@ -35,8 +35,6 @@ from batchgen.version import VERSION
 
 _PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 METADATA = "metadata.parquet"
-SUCCESS = "_SUCCESS"
-"""Written last: its content names the plan that it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if not is_partial:
-        _close(run, index, balance, digest)
+        _close(run, index, balance, tables, digest)
         _sweep(run, index, ledger)
     return balance
 
@@ -175,10 +173,13 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
                 run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
 
 
-def _close(run: RunDirectory, index: PlanIndex, balance: Balance, digest: str) -> None:
+def _close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterable[str], digest: str) -> None:
     """The rejected rows, the card, and the marker that says for which plan all of it stands."""
     rejected = run.plans / index.folder / REJECTED
-    if index.num_rejected and run.files.stat(run.path / REJECTED) is None:
+    names = [*tables, "README.md"]
+    if index.num_rejected:
+        names.append(REJECTED)
+        run.files.remove(run.path / REJECTED)  # It may be anything; the plan keeps its own.
         run.files.publish_file(rejected, run.path / REJECTED)
     text = card(
         name=run.path.resolve().name,
@@ -194,15 +195,14 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance, digest: str) -
     run.files.replace(temp, run.path / "README.md")
     for name in _PARTIAL:
         run.files.remove(run.path / name)
-    marker = {
-        "token": secrets.token_hex(8),
+    facts = {
         "plan": index.number,
         "done": balance.done,
         "failed": balance.failed,
         "rejected": balance.rejected,
         "version": VERSION,
     }
-    run.files.put_if_absent(run.path / SUCCESS, json.dumps(marker).encode())
+    put_marker(run, facts, names)
 
 
 def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:

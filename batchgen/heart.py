@@ -30,10 +30,11 @@ class Heart:
         if self._error is not None:
             raise self._error
 
-    def stop(self) -> None:
-        """Beat no more. Doing it twice is harmless."""
+    def stop(self, *, waits: bool = True) -> None:
+        """Beat no more; wait for the last beat unless there is no time. Doing it twice is harmless."""
         self._stopped.set()
-        self._thread.join()
+        if waits:
+            self._thread.join()
 
     def _beat(self) -> None:
         assert self._ledger.owner is not None

@@ -15,11 +15,12 @@ from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.epoch import Workplace
 from batchgen.errors import UsageError
-from batchgen.finalize import SUCCESS, finalize
+from batchgen.finalize import finalize
 from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.making import Maker
+from batchgen.marker import SUCCESS, is_finished
 from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
@@ -78,21 +79,23 @@ def run_job(
     ledger.make_folders()
     balance = take_balance(index, ledger, job.run.stale_after_s)
     on_opened(index, balance)
-    if balance.outstanding:
-        run.files.remove(run.path / SUCCESS)
+    if balance.outstanding and run.files.stat(run.path / SUCCESS) is not None:
+        # It may have been put since the balance was taken.
+        balance = take_balance(index, ledger, job.run.stale_after_s)
+        if balance.outstanding:
+            run.files.remove(run.path / SUCCESS)
     if balance.outstanding and not stop.is_asked:
         try:
             with progress(balance) as shown:
-                share = (
-                    balance.outstanding / index.num_rows / (1 + len({(one.host, one.pid) for one in balance.holders}))
-                )
+                workers = 1 + len({(one.host, one.pid) for one in balance.holders})
+                share = balance.outstanding / index.num_rows / workers
                 settled = partial(settle, ledger)
                 generator = opener(job, Context(shown.say, settled, index.work(share)))
                 _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
-    if not balance.outstanding and run.files.stat(run.path / SUCCESS) is None:
+    if not balance.outstanding and not is_finished(run):
         finalize(run)
     return Ending(balance, stop.signal_name, may_wait)
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from batchgen.codec import decode
 from batchgen.errors import BatchgenError
 from batchgen.ledger import Ledger, Receipt
+from batchgen.marker import damaged
 from batchgen.parts import part_digest, part_reader
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
@@ -64,6 +65,7 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
         faults += fault
         num_images += images
         on_progress(images)
+    faults += [Fault(name, "", 0, what) for name, what in damaged(run)]
     for name in run.files.names(run.data):
         if name not in known:
             faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it"))

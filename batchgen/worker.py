@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from batchgen.epoch import Epoch, Workplace
-from batchgen.generator import Dropped
+from batchgen.errors import Interrupted
+from batchgen.generator import DeviceLost, Dropped
 from batchgen.heart import Heart
 from batchgen.ledger import ShardState, stem
 from batchgen.plans import batches
@@ -30,6 +32,8 @@ class Worker:
     _former: Epoch | None = None
     """An epoch whose last batch is at work: it is committed while the next shard's first batch is, so that the device
     does not wait for it."""
+    _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
+    """The hearts of claimed epochs that have no receipt, by shard and epoch."""
 
     def work(self) -> None:
         index, stop = self.place.reader.index, self.place.stop
@@ -45,10 +49,24 @@ class Worker:
                     if not self.may_wait:
                         return
                     self._wait()
-        except Exception as error:
-            if self._former is not None:
-                self._former.discard(error)
+        except BaseException as error:
+            self._give_back(error)
             raise
+
+    def _give_back(self, error: BaseException) -> None:
+        """Release what this worker holds, since it lives to say that it stops: only a lost device may be a row's doing.
+        A finished shard is committed first, if there is time for it and the disk takes it."""
+        is_lost = isinstance(error, DeviceLost)
+        if isinstance(error, Exception) and not is_lost:
+            try:
+                self._close_former()
+            except Exception as other:
+                self.place.progress.say(f"a finished shard could not be committed either: {other}")
+        for (shard, number), heart in self._held.items():
+            heart.stop(waits=isinstance(error, Exception))
+            if not is_lost:
+                with suppress(Interrupted):
+                    self.place.ledger.release(shard, number)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + POLL_S
@@ -58,7 +76,12 @@ class Worker:
     def _close_former(self) -> bool:
         """Commit the epoch that was left; whether there was one and it was still ours."""
         former, self._former = self._former, None
-        return former is not None and former.close()
+        return former is not None and self._close(former)
+
+    def _close(self, epoch: Epoch) -> bool:
+        is_ours = epoch.close()
+        del self._held[epoch.key]
+        return is_ours
 
     def _take(self, shard: int) -> bool:
         """Work on a shard if that is possible; whether all its rows are known to be settled afterwards."""
@@ -66,10 +89,9 @@ class Worker:
             return False
         state = self._claimable(shard)
         num_rows = self.place.reader.index.shard_rows[shard - self.place.reader.index.first_shard]
-        if state is None or len(state.settled) == num_rows:
+        if state is None or len(state.settled) >= num_rows:
             return state is not None
-        heart = self._claim(shard, state.epoch)
-        return heart is not None and self._work_on(state, heart)
+        return self._claim(shard, state.epoch) and self._work_on(state)
 
     def _claimable(self, shard: int) -> ShardState | None:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""
@@ -77,7 +99,7 @@ class Worker:
         while True:
             state = place.ledger.state(shard)
             num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
-            if not state.is_claimed or len(state.settled) == num_rows:
+            if not state.is_claimed or len(state.settled) >= num_rows:
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)
             if reason is None:
@@ -85,13 +107,14 @@ class Worker:
             place.progress.say(f"shard {stem(shard, state.epoch)} is taken over: {reason}")
             place.ledger.abandon(shard, state.epoch)
 
-    def _claim(self, shard: int, epoch: int) -> Heart | None:
-        """The heart of an epoch that is ours now; None if another was first."""
-        if not self.place.ledger.claim(shard, epoch):
-            return None
-        return Heart(self.place.ledger, shard, epoch, self.place.job.run.stale_after_s)
+    def _claim(self, shard: int, epoch: int) -> bool:
+        """Whether an epoch is ours now, and its heart beats; False if another was first."""
+        is_ours = self.place.ledger.claim(shard, epoch)
+        if is_ours:
+            self._held[shard, epoch] = Heart(self.place.ledger, shard, epoch, self.place.job.run.stale_after_s)
+        return is_ours
 
-    def _work_on(self, state: ShardState, heart: Heart) -> bool:
+    def _work_on(self, state: ShardState) -> bool:
         """Make a claimed shard's rows, an epoch after another; whether they are known to be settled."""
         place, shard, number = self.place, state.shard, state.epoch
         try:
@@ -104,31 +127,27 @@ class Worker:
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
             place.maker.prepare(pending)
         except Dropped:
-            heart.stop()
+            self._held.pop((shard, number)).stop()
             place.ledger.release(shard, number)
             return False
-        except Exception:
-            heart.stop()
-            raise
         while True:
-            epoch = Epoch(place, shard, number, table, heart, guilty)
+            epoch = Epoch(place, shard, number, table, self._held[shard, number], guilty)
             now = [] if guilty else pending
             num = epoch.fill(now, self._close_former, is_row_by_row=suspicion.is_row_by_row)
             if num is None:
+                del self._held[epoch.key]
                 return False
             pending, guilty = pending[num:], []
             if not pending and not suspicion.deaths and not suspicion.is_row_by_row:
                 self._close_former()
                 self._former = epoch
                 return False
-            is_ours = epoch.close()
+            is_ours = self._close(epoch)
             if not is_ours or not pending:
                 return is_ours
             number += 1
-            next_heart = None if place.stop.is_asked else self._claim(shard, number)
-            if next_heart is None:
+            if place.stop.is_asked or not self._claim(shard, number):
                 return False
-            heart = next_heart
 
     def _given_up(self, batch: Batch, deaths: int) -> Failure:
         suspect = batch.rows[0]

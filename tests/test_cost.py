@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,14 @@ def test_a_profile_gives_back_what_was_measured_and_scales_the_rest(
     assert guess.evaluation_s > 0
 
 
-def test_an_unmeasured_bucket_is_scaled_by_its_pixels_and_guidance() -> None:
-    profile = Profile("a test", (Measurement(512, 512, True, 4, 0.5, 0.1),))
-    assert profile.seconds(group_of(1024, 512, True), 4) == Seconds(1.0, 0.2)
-    assert profile.seconds(group_of(512, 512, True), 2) == Seconds(0.25, 0.05)
-    assert profile.seconds(group_of(512, 512, False), 4) == Seconds(0.25, 0.05)
+def test_an_unmeasured_bucket_is_in_the_proportion_of_the_conservative_model() -> None:
+    """A launch-bound evaluation costs the same for any small batch, so a small one is not taken for nearly free."""
+    profile, model = Profile("a test", (measured(32, 0.2),)), ConservativeModel()
+    for side, size, is_guided in ((512, 1, True), (1024, 32, True), (512, 8, False), (256, 2, False)):
+        group = group_of(side, side, is_guided)
+        guess, base = model.seconds(group, size), model.seconds(group_of(512, 512, True), 32)
+        assert profile.seconds(group, size).evaluation_s == pytest.approx(0.2 * guess.evaluation_s / base.evaluation_s)
+    assert profile.seconds(group_of(512, 512, True), 1).evaluation_s > 0.2 / 16
 
 
 def test_a_profile_is_read_with_its_source(tmp_path: Path) -> None:
@@ -158,11 +162,11 @@ class TestKeptCosts:
     def test_what_is_measured_again_replaces_what_was(self) -> None:
         costs.remember("net", "A", "2.13", [measured(1, 0.1), measured(2, 0.2)])
         costs.remember("net", "A", "2.13", [measured(2, 0.3, peak_bytes=5)])
-        found = costs.recall("net")
+        found = costs.recall("net", "auto")
         assert found is not None
         assert found.measurements == (measured(1, 0.1), measured(2, 0.3, peak_bytes=5))
         assert found.source == "measured earlier on A with torch 2.13"
-        assert costs.recall("another net") is None
+        assert costs.recall("another net", "auto") is None
 
     @pytest.mark.parametrize(
         ("gpu", "torch", "evaluation_s"),
@@ -177,15 +181,24 @@ class TestKeptCosts:
         for number, key in enumerate([("A", "2.11"), ("A", "2.13"), ("B", "2.13")]):
             costs.remember("net", *key, [measured(1, round(0.1 + number / 10, 1))])
         self.at(monkeypatch, gpu, torch)
-        found = costs.recall("net")
+        found = costs.recall("net", "auto")
         assert (found and found.measurements[0].evaluation_s) == evaluation_s
+
+    def test_of_a_bucket_the_mode_that_is_asked_for_counts_else_the_last_run(self) -> None:
+        lines = [replace(measured(1, seconds), mode=mode) for mode, seconds in (("graph", 0.1), ("eager", 0.3))]
+        costs.remember("net", "A", "2.13", lines)
+        costs.remember("net", "A", "2.13", [replace(measured(1, 0.2), mode="graph")])
+        for mode, evaluation_s in (("eager", 0.3), ("graph", 0.2), ("auto", 0.2), ("compiled", 0.2)):
+            found = costs.recall("net", mode)
+            assert found is not None
+            assert [one.evaluation_s for one in found.measurements] == [evaluation_s]
 
     def test_a_machine_without_a_gpu_takes_the_only_gpu_that_was_used(self) -> None:
         costs.remember("net", "A", "2.13", [measured(1, 0.1)])
-        assert costs.recall("net") is not None
+        assert costs.recall("net", "auto") is not None
 
     def test_a_damaged_file_is_no_fault(self, place: Path, caplog: pytest.LogCaptureFixture) -> None:
         costs.remember("net", "A", "2.13", [measured(1, 0.1)])
         (place / "costs" / "net.json").write_text("{")
-        assert costs.recall("net") is None
+        assert costs.recall("net", "auto") is None
         assert "measured again" in caplog.text

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import finalize as finalize_module
 from batchgen import spill
 from batchgen.balance import Balance, take_balance
 from batchgen.errors import BatchgenError, UsageError
-from batchgen.finalize import SUCCESS, finalize
+from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
+from batchgen.marker import SUCCESS, is_finished
 from batchgen.owners import this_process
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
@@ -378,11 +378,36 @@ def test_a_receipt_that_is_damaged_after_the_end_costs_its_rows_another_making(
     assert (run.path / SUCCESS).exists()
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_table_that_is_damaged_after_the_end_is_found_and_written_again(
+    run: RunDirectory, tmp_path: Path, *, is_gone: bool
+) -> None:
+    before = contents(run)
+    names = [
+        name
+        for name in ("metadata.parquet", "data/metadata.parquet", "README.md", "rejected.parquet")
+        if name in before
+    ]
+    for name in names:
+        (run.path / name).unlink()
+        if not is_gone:
+            (run.path / name).write_bytes(b"garbage")
+    assert {fault.place: fault.what.split(":")[0] for fault in verify(run).faults} == dict.fromkeys(
+        names, "missing" if is_gone else "altered"
+    )
+    assert not is_finished(run)
+    job = pattern_job(*OPTIONS, f"output.format={run.index().output_format}")
+    assert run_job(write(tmp_path / "manifest", MANIFEST), run.path, job).exit_code == 3
+    assert contents(run) == before
+    assert verify(run).faults == ()
+    assert is_finished(run)
+
+
 def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:
     for call in (finalize, verify):
         with pytest.raises(UsageError, match=r"is no run directory \(it has no plan, .run/plan/0.json\)"):
             call(RunDirectory(tmp_path))
-    assert finalize_module.SUCCESS not in os.listdir(tmp_path)
+    assert SUCCESS not in os.listdir(tmp_path)
 
 
 def test_another_run_in_a_folder_of_the_same_name_is_read_afresh(tmp_path: Path) -> None:

@@ -34,11 +34,11 @@ LAYERS = [
     models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
-    engine.decode engine.denoise engine.prompts engine.tuning sources.tables heart
+    engine.decode engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
     engine.steps truncation drafts plans
     engine.engine balance differences progress stopping importer
     rundir making
-    publish report
+    marker publish report
     epoch finalize verify
     worker
     runner bench.workload bench.figures

@@ -13,8 +13,9 @@ import pytest
 
 from batchgen import epoch, runner
 from batchgen.filesystem import FileSystem
-from batchgen.finalize import SUCCESS, finalize
+from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
+from batchgen.marker import SUCCESS
 from batchgen.plans import load_index
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory, open_run

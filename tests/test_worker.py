@@ -292,7 +292,7 @@ def test_a_fatal_error_ends_the_worker_and_commits_nothing_of_its_epoch(
     one = bench(tmp_path, 8, "plan.batch_sizes=[4]")
     with pytest.raises(type(error)):
         one.work(Scripted(behave))
-    given_back = [RELEASED] if isinstance(error, Interrupted) else []
+    given_back = [] if isinstance(error, DeviceLost) else [RELEASED]
     assert [receipt.kind for receipt in one.receipts()] == given_back
     assert one.left_in_work() == []
     assert os.listdir(one.plan.run.data) == []
@@ -624,3 +624,82 @@ def test_the_end_of_a_heart_that_its_owner_left(tmp_path: Path, monkeypatch: pyt
     end(ledger.owner)
     beating._thread.join(20)
     assert not beating._thread.is_alive()
+
+
+# What a worker gives back
+
+
+class Killed(BaseException):
+    """Stands for a second signal."""
+
+
+@pytest.mark.parametrize("error", [UsageError("no"), Killed()])
+def test_a_worker_that_lives_to_say_that_it_stops_is_no_death(tmp_path: Path, error: BaseException) -> None:
+    """Time and again: nothing is counted against the rows, and what was finished before is kept."""
+    one = bench(tmp_path, 4, "plan.batch_sizes=[1]", "plan.shard_images=2")
+    for _ in range(7):
+        with pytest.raises(type(error)):
+            one.work(Scripted(raising(error, has(planned_ids(one)[2][0]))))
+    one.work(Scripted())
+    assert len(one.table()) == 4
+    assert {line["status"] for line in one.table().values()} == {"ok"}
+
+
+def test_a_finished_shard_is_committed_though_the_next_one_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = bench(tmp_path, 4, "plan.batch_sizes=[2]", "plan.shard_images=2")
+    read, asked = PlanReader.shard, []
+
+    def shard(reader: PlanReader, number: int) -> Any:
+        asked.append(number)
+        if len(asked) == 2:
+            raise UsageError("the plan cannot be read")
+        return read(reader, number)
+
+    monkeypatch.setattr(PlanReader, "shard", shard)
+    with pytest.raises(UsageError, match="cannot be read"):
+        one.work(Scripted())
+    assert [receipt.kind for receipt in one.receipts(asked[0])] == [COMMITTED]
+    assert [receipt.kind for receipt in one.receipts(asked[1])] == [RELEASED]
+
+
+def test_a_row_that_ends_its_process_takes_no_other_shard_along(tmp_path: Path) -> None:
+    """Once a shard's owner has died in it, the shard before is committed before it is begun."""
+    one = bench(tmp_path, 4, "plan.batch_sizes=[2]", "plan.shard_images=2")
+    dead = Ledger(one.plan.run.root, one.plan.run.files, replace(this_process(), start_time="1"))
+    ledger = one.plan.ledger()
+    assert dead.claim(1, 0)
+
+    def look(batch: Batch) -> None:
+        if [row.id for row in batch.rows] == planned_ids(one)[1]:
+            assert [receipt.shard for receipt in ledger.committed([0])] == ([0] if len(generator.asked) == 2 else [])
+
+    generator = Scripted(look)
+    with one.worker(generator) as working:
+        working.place.ledger.owner = replace(working.place.me, token=f"{0:016x}")
+        working.work()
+    assert len(generator.asked) == 2
+    assert len(one.table()) == 4
+
+
+def test_a_receipt_that_names_rows_that_are_not_there_is_no_endless_loop(tmp_path: Path) -> None:
+    one = bench(tmp_path, 4)
+    ledger = one.plan.ledger()
+    assert ledger.claim(0, 0)
+    assert ledger.commit(Receipt(COMMITTED, 0, 0, ledger._me, ok=tuple(range(6))))
+    one.work(Scripted())
+    assert len(one.receipts()) == 1
+
+
+def test_rows_counted_of_an_epoch_that_was_taken_away_are_counted_back(tmp_path: Path) -> None:
+    one = bench(tmp_path, 4, "plan.batch_sizes=[4]")
+
+    def behave(batch: Batch) -> list[Outcome]:
+        if len(generator.asked) == 1:
+            assert one.plan.ledger().abandon(0, 0)
+        return [Failure(row, "E", "no") if row.id == "2" else image(batch, row) for row in batch.rows]
+
+    generator = Scripted(behave)
+    one.work(generator, may_wait=True)
+    assert (one.heard.made, one.heard.failed) == (3, 1)

@@ -1,0 +1,61 @@
+"""`_SUCCESS`, written last: the plan that a finished run stands for, and what its tables and its card must be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.filesystem import resumable
+from batchgen.rundir import RunDirectory
+
+SUCCESS = "_SUCCESS"
+
+
+def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Put the marker, with size and sha256 of the run directory's files of these names; one that says the same is left
+    as it is."""
+    content = {**facts, "files": {name: _print(run.path / name) for name in names}}
+    if _read(run) == content:
+        return
+    run.files.remove(run.path / SUCCESS)
+    token = {"token": secrets.token_hex(8)}
+    run.files.put_if_absent(run.path / SUCCESS, json.dumps({**token, **content}).encode())
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Whether the marker is there, and each file that it names has the size that it names."""
+    files = (_read(run) or {}).get("files")
+    if not isinstance(files, dict):
+        return False
+    found = {name: run.files.stat(run.path / name) for name in files}
+    return {name: one and one.size for name, one in found.items()} == {name: one[0] for name, one in files.items()}
+
+
+def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
+    """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
+    for name, (size, sha256) in ((_read(run) or {}).get("files") or {}).items():
+        path = run.path / name
+        if not path.is_file():
+            yield name, "missing"
+        elif _print(path) != [size, sha256]:
+            yield name, "altered: its sha256 is another one"
+
+
+def _read(run: RunDirectory) -> dict[str, Any] | None:
+    """The marker but for its token; None if there is none that can be read."""
+    try:
+        content = json.loads(run.files.read(run.path / SUCCESS) or b"")
+        return {name: value for name, value in content.items() if name != "token"}
+    except (ValueError, AttributeError, RecursionError):
+        return None
+
+
+def _print(path: Path) -> list[int | str]:
+    """Size and sha256."""
+    with resumable(path), path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return [file.tell(), digest]
