@@ -191,7 +191,7 @@ def verify(directory: Path) -> NoReturn:
     for fault in found.faults:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
-    click.echo(f"{counted(found.num_images, 'image')} read, {counted(len(found.faults), 'fault')}")
+    click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
     sys.exit(3 if found.faults else 0)
 
 

@@ -78,7 +78,8 @@ class Display:
         elapsed_s = time.monotonic() - self._started_s
         rate = (self._settled - self._started_at) / elapsed_s if elapsed_s > 0 else 0.0
         left = tqdm.format_interval((self._total - self._settled) / rate) if rate else "unknown"
-        return f"{self._settled}/{self._total} images, {rate:.2f} images/s, time left {left}, failed {self._failed}"
+        known = f"{self._settled}/{self._total} images, as far as this worker knows"
+        return f"{known}; {rate:.2f} images/s here, time left {left} without others, failed {self._failed}"
 
     def _write_lines(self) -> None:
         while not self._ended.wait(LINE_EVERY_S):

@@ -21,7 +21,9 @@ from batchgen.progress import Display
 from batchgen.stopping import REPEAT_S, SIGNALS, Stop, StopNow, listening
 
 ROOT = Path(__file__).parent.parent
-LINE = re.compile(r"(\d+)/(\d+) images, \d+\.\d\d images/s, time left (\S+), failed (\d+)")
+LINE = re.compile(
+    r"(\d+)/(\d+) images, as far as this worker knows; \d+\.\d\d images/s here, time left (\S+) without others, failed (\d+)"
+)
 
 
 def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> bool:

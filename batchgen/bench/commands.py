@@ -8,6 +8,9 @@ from typing import Any
 
 import click
 
+from batchgen.errors import UsageError
+from batchgen.models.facts import SAMPLERS
+
 _FOLDER = click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it works [default: a temporary one]."
 )
@@ -57,7 +60,7 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--sizes", type=click.Choice(["single", "mixed"]), default="single", show_default=True)
 @click.option("--steps", type=click.IntRange(min=1), help="Of every row, where sizes are single.")
 @click.option("--guidance", type=float, help="Of every row, where sizes are single.")
-@click.option("--sampler", default="euler", show_default=True)
+@click.option("--sampler", type=click.Choice(list(SAMPLERS)), default="euler", show_default=True)
 @click.option("--mode", default="auto", show_default=True, help="engine.mode.")
 @click.option("--batch", type=click.IntRange(min=1), help="plan.max_batch.")
 @click.option("--baselines", help="none, or of loop,best,compiled (single) and exact,sized (mixed) [default: all].")
@@ -84,6 +87,8 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
     from batchgen.bench.images import BASELINES, Settings, bench_images
     from batchgen.bench.workload import Workload
 
+    if options["sizes"] == "mixed" and (options["steps"], options["guidance"]) != (None, None):
+        raise UsageError("--steps and --guidance are of single sizes; mixed rows draw theirs, so leave them out")
     wanted = ARCHITECTURES[arch]
     workload = Workload(
         rows=options["rows"],
@@ -120,7 +125,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
 @bench.command()
 @_ARCH
 @click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
-@click.option("--modes", help="Of eager, graph, compiled, compiled+graph [default: all].")
+@click.option("--modes", help="Of eager, graph, compiled, compiled+graph; a CPU compiles for minutes [default: all].")
 @click.option(
     "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
 )
