@@ -22,7 +22,8 @@ from batchgen.stopping import REPEAT_S, SIGNALS, Stop, StopNow, listening
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(
-    r"(\d+)/(\d+) images, as far as this worker knows; \d+\.\d\d images/s here, time left (\S+) without others, failed (\d+)"
+    r"(\d+)/(\d+) images, as far as this worker knows; \d+\.\d\d images/s here, "
+    r"time left (\S+) without others, failed (\d+)"
 )
 
 
