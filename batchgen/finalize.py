@@ -109,12 +109,12 @@ def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
     if not receipt.part:
         return
     path = published(run, receipt)
-    if not path.is_dir():
-        _check_size(path, receipt.part_bytes)
+    if not run.files.is_folder(path):
+        _check_size(run, path, receipt.part_bytes)
         return
     made = table.filter(pc.field("status") == "ok")
     for name, size in zip(made["file_name"].to_pylist(), made["bytes"].to_pylist(), strict=True):
-        _check_size(run.path / name, size)
+        _check_size(run, run.path / name, size)
 
 
 def _digest(path: Path) -> str:
@@ -122,10 +122,10 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+def _check_size(run: RunDirectory, path: Path, size: int) -> None:
+    found = run.files.stat(path)
+    if found is None or found.is_folder or found.size != size:
+        what = f"has {found.size} bytes instead of {size}" if found and not found.is_folder else "is missing"
         raise BatchgenError(f"{path}, which a receipt names, {what}; `batchgen verify` names all that is damaged")
 
 

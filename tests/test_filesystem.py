@@ -125,7 +125,7 @@ CALLS: list[tuple[str, str, Callable[[Path], Any]]] = [
     ("os.fsync", "", lambda path: FILES.sync_folder(path)),
     ("os.link", "file", lambda path: FILES.publish_file(path / "file", path / "target")),
     ("os.rename", "folder", lambda path: FILES.publish_folder(path / "folder", path / "target")),
-    ("os.replace", "file", lambda path: FILES.replace(path / "file", path / "target")),
+    ("os.rename", "file", lambda path: FILES.replace(path / "file", path / "target")),
     ("os.unlink", "file", lambda path: FILES.remove(path / "file")),
 ]
 
