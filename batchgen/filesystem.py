@@ -104,7 +104,8 @@ class FileSystem:
             if not self.is_folder(path):
                 self.make_folder(path.parent)
                 self.mkdir(path)
-                self.sync_folder(path.parent)
+            # Another may have made it just now and not have come to this.
+            self.sync_folder(path.parent)
 
     def publish_file(self, source: Path, target: Path) -> None:
         """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
@@ -146,6 +147,8 @@ class FileSystem:
         self.write(one, b"probe")
         try:
             self.link(one, two)
+        except FileExistsError:
+            pass  # Nobody else has this name: the link was made, and its first reply was lost.
         except OSError as error:
             if error.errno in _RESUMABLE:
                 with resumable(folder):
