@@ -9,7 +9,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +66,18 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
             f"{run.path}: {balance.outstanding} of {balance.rows} rows are outstanding; run the job to its end, or "
             "write tables of what there is with --partial"
         )
-    for receipt in ledger.committed(index.shards):
+    # Read once: with `is_partial` a worker may commit the next one at any time.
+    receipts = tuple(ledger.committed(index.shards))
+    for receipt in receipts:
         publish(run, receipt)
     _withdraw(run, ledger)
+    # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
+    run.files.sync_folder(run.data)
     scratch = run.root / f"finalize-{secrets.token_hex(4)}"
     run.files.make_folder(scratch)
     try:
-        tables = _write_tables(index, _sources(run, index, ledger), scratch, is_partial=is_partial)
+        tables = _write_tables(index, _sources(run, receipts, ledger), scratch, is_partial=is_partial)
         digest = _digest(tables[METADATA]) if METADATA in tables else ""
-        run.files.sync_folder(run.data)
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
     finally:
@@ -85,9 +88,9 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
     return balance
 
 
-def _sources(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> _Sources:
+def _sources(run: RunDirectory, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
     paths, positions = [], [np.zeros(0, np.uint64)]
-    for receipt in ledger.committed(index.shards):
+    for receipt in receipts:
         path = ledger.table_path(receipt.shard, receipt.epoch)
         table = _read(path, ["position", "status", "file_name", "bytes"])
         _check_files(run, receipt, table)

@@ -156,6 +156,11 @@ class SimulatedFiles(FileSystem):
             raise after
         return self._listed(path, folder)
 
+    def _ask_again(self, path: Place) -> None:
+        """Opening a folder ends what this machine remembers of names absent there."""
+        for one in [one for one in self.absent if one.parent is path]:
+            del self.absent[one]
+
     def _listed(self, path: Place, folder: Folder) -> list[str]:
         """The names in a folder, or those that this machine saw there not long ago."""
         lag_s, now_s = self.world.lag_s, self.world.now_s
@@ -214,6 +219,7 @@ class SimulatedFiles(FileSystem):
     @told
     def sync_folder(self, path: Any) -> None:
         after = self.world.step("sync_folder", path)
+        self._ask_again(path)
         self.storage.sync_folder(self.storage.folder(path))
         if after:
             raise after
@@ -430,10 +436,10 @@ def read_table(path: Any, columns: Any = None) -> Any:
     return [tuple(line) for line in lines]
 
 
-def sources(run: Any, index: PlanIndex, book: Any) -> list[tuple[Receipt, list[tuple[int, str]]]]:
+def sources(run: Any, receipts: Sequence[Receipt], book: Any) -> list[tuple[Receipt, list[tuple[int, str]]]]:
     """As `finalize._sources`: every row table read, every part looked for."""
     found = []
-    for receipt in book.committed(index.shards):
+    for receipt in receipts:
         table = read_table(book.table_path(receipt.shard, receipt.epoch))
         if receipt.part:
             check_part(run, receipt, table)

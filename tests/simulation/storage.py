@@ -85,6 +85,15 @@ class Rename:
             del self.source.synced[self.old]
         self.target.synced[self.new] = self.moved
 
+    def undo(self) -> None:
+        """What replaced it since, or was there before, stays."""
+        if self.target.names.get(self.new) is self.moved:
+            del self.target.names[self.new]
+            if before := self.target.synced.get(self.new):
+                self.target.names[self.new] = before
+        if self.source.synced.get(self.old) is self.moved:
+            self.source.names[self.old] = self.moved
+
 
 def error(number: int, place: Place) -> OSError:
     return OSError(number, os.strerror(number), place.text)
@@ -199,10 +208,10 @@ class Storage:
         if place.parent is place:
             return True
         names = self.folder(place.parent)
-        one = names.names.get(place.name)
-        if one is None or names.synced.get(place.name) is not one:
+        one, synced = names.names.get(place.name), names.synced.get(place.name)
+        if one is None or synced is None or not _is_whole(one) or not self.is_reachable(place.parent):
             return False
-        return _is_whole(one) and self.is_reachable(place.parent)
+        return one is synced or (_is_whole(synced) and _content(one) == _content(synced))
 
     def is_reachable(self, place: Place) -> bool:
         """Whether a folder keeps its name, and those above it theirs."""
@@ -218,8 +227,11 @@ class Storage:
         """The machine of a writer is gone, and with it some of what it had not synced: bytes of its files; where all
         writers are on one machine (no writer is named), names of folders as well."""
         if writer is None:
-            for one in self.renames:
+            for one in reversed(self.renames):
                 if random.random() < 0.5:
+                    one.undo()
+            for one in self.renames:
+                if one.target.names.get(one.new) is one.moved:
                     one.keep()
             self.renames.clear()
         for one in list(self.walk()):
@@ -235,6 +247,10 @@ def _is_whole(one: File | Folder) -> bool:
     if isinstance(one, File):
         return one.is_durable
     return one.synced == one.names and all(map(_is_whole, one.names.values()))
+
+
+def _content(one: File | Folder) -> bytes | dict[str, File | Folder]:
+    return one.names if isinstance(one, Folder) else one.content
 
 
 def _walk(folder: Folder) -> Iterator[File | Folder]:
