@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -110,22 +110,23 @@ class FileSystem:
     def publish_file(self, source: Path, target: Path) -> None:
         """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
         with resumable(target):
-            try:
+            with suppress(FileExistsError, FileNotFoundError):
                 self.link(source, target)
-            except (FileExistsError, FileNotFoundError):
-                if self.stat(target) is None:
-                    raise
-            self.sync_folder(target.parent)
+            self._require(target)
 
     def publish_folder(self, source: Path, target: Path) -> None:
         """Move a durable folder to its final name; doing it twice is harmless."""
         with resumable(target):
-            try:
+            with suppress(FileNotFoundError):
                 self.rename(source, target)
-            except FileNotFoundError:
-                if not self.is_folder(target):
-                    raise
-            self.sync_folder(target.parent)
+            self._require(target)
+
+    def _require(self, target: Path) -> None:
+        """Make a published name durable, whoever made it. The folder is opened for this, which makes NFS forget that
+        it saw no such name a moment ago: only then a missing one is missing."""
+        self.sync_folder(target.parent)
+        if self.stat(target) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
 
     def replace(self, source: Path, target: Path) -> None:
         """Put a finished file in the place of another, or of none. Decides nothing: whoever does it has the same
