@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -24,7 +25,13 @@ from tests.simulation.world import CHANGES, Dead, Process, Trouble, Violation, W
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE)
 LOST_REPLIES = (errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)
-KINDS = ("kill",) * 5 + ("crash",) * 2 + ("pause",) * 5 + ("signal", "error", "error", "lost", "lost", "full")
+KINDS = (
+    ("kill",) * 5
+    + ("crash",) * 2
+    + ("pause",) * 5
+    + ("stall",) * 2
+    + ("signal", "error", "error", "lost", "lost", "full")
+)
 CALLS = ("",) * 4 + ("link", "link", "sync", "sync_folder", "remove", "rename", "create", "names", "read", "touch")
 OUTSIDERS_SLOT = 90
 
@@ -53,12 +60,14 @@ class Schedule:
     """Processes that finalize what there is, beside the workers."""
     is_planned: bool
     has_jobs: bool
+    may_wait: bool
     troubles: tuple[Trouble, ...]
 
 
 def draw(random: Random) -> Schedule:
     choice, num = random.choice, random.randrange
     num_workers = choice((2, 2, 2, 3, 4))
+    stale_after_s = choice((60.0, 600.0))
     return Schedule(
         num_workers=num_workers,
         num_hosts=choice((1, 1, 2, num_workers)),
@@ -66,17 +75,18 @@ def draw(random: Random) -> Schedule:
         batch_size=choice((1, 1, 2)),
         batch_s=choice((1.0, 60.0, 200.0)),
         commit_every_s=choice((0.001, 30.0, 120.0)),
-        stale_after_s=choice((60.0, 600.0)),
+        stale_after_s=stale_after_s,
         max_deaths=choice((1, 2, 3)),
         output_format=choice(("files", "webdataset")),
         lag_s=choice((0.0, 0.0, 3.0, 60.0)),
         restlessness=choice((0.02, 0.1, 0.3, 0.7)),
-        oversleep_s=choice((10.0, 30.0, 120.0)),
+        oversleep_s=stale_after_s * choice((0.1, 0.4, 1.5)),
         odd_shard=choice((-1, -1, 0)),
         num_restarts=num(4),
-        num_finalizers=choice((0, 0, 1, 2)),
+        num_finalizers=choice((0, 0, 0, 1, 2)),
         is_planned=random.random() < 0.8,
         has_jobs=random.random() < 0.3,
+        may_wait=random.random() < 0.9,
         troubles=tuple(_troubles(random, num_workers)),
     )
 
@@ -93,6 +103,8 @@ def _trouble(random: Random, step: int) -> Trouble:
     match kind:
         case "pause":
             return Trouble(step, kind, call, 10 ** random.uniform(-1, 4.5), is_replaced=random.random() < 0.3)
+        case "stall":
+            return Trouble(step, kind, call, 10 ** random.uniform(-1, 3.5))
         case "error":
             return Trouble(step, kind, call, number=random.choice(ERRORS))
         case "lost":
@@ -106,7 +118,7 @@ def _trouble(random: Random, step: int) -> Trouble:
 CHANGES_SORTED = sorted(CHANGES)
 
 
-@lru_cache(maxsize=None)
+@cache
 def job_of(commit_every_s: float, stale_after_s: float, max_deaths: int, output_format: str) -> Job:
     return load_job(
         None,
@@ -141,7 +153,9 @@ class Run(World):
     def files(self, process: Process) -> SimulatedFiles:
         found = self._files.get(process)
         if found is None:
-            found = self._files[process] = SimulatedFiles(self, process.host, *self._caches.setdefault(process.host, ({}, {})))
+            found = self._files[process] = SimulatedFiles(
+                self, process.host, *self._caches.setdefault(process.host, ({}, {}))
+            )
         return found
 
     def run_directory(self, path: Place) -> RunDirectory:
@@ -172,10 +186,18 @@ class Run(World):
         self.start(process, lambda: work(process)).wakes_at += after_s
 
     def worker(self, process: Process) -> None:
-        ending = runner.run_job([], RUN, self.job, stop=process.stop, opener=lambda job, context: SimulatedGenerator())
-        is_settled = not ending.balance.outstanding
-        if not is_settled and not process.stop.is_asked:
-            raise Violation(f"{process.name} ended, and {ending.balance.outstanding} rows are outstanding")
+        is_last = process.slot == OUTSIDERS_SLOT - 1
+        ending = runner.run_job(
+            [],
+            RUN,
+            self.job,
+            may_wait=self.schedule.may_wait or is_last,
+            stop=process.stop,
+            opener=lambda job, context: SimulatedGenerator(),
+        )
+        left = ending.balance.outstanding
+        if left and ending.may_wait and not process.stop.is_asked:
+            raise Violation(f"{process.name} ended, and {left} rows are outstanding")
 
     def finalizer(self, process: Process) -> None:
         """A person who wants to see what there is."""
@@ -256,30 +278,29 @@ class Run(World):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A promise that a schedule broke."""
+class Outcome:
+    """What came of a schedule."""
 
     seed: int
-    what: str
-    trace: tuple[str, ...] = field(default=(), compare=False)
+    steps: int
+    troubles: Counter[str]
+    """That befell a process, by kind."""
+    broken: str = ""
+    """The promise, "" if all were kept."""
+    trace: tuple[str, ...] = ()
 
 
-def try_seed(seed: int, *, traced: bool = False) -> Found | None:
+def try_seed(seed: int, *, traced: bool = False) -> Outcome:
     """Run a schedule, within `doubles.installed()`."""
-    run = Run(seed, traced=traced)
+    run, broken = Run(seed, traced=traced), ""
     try:
         run.go()
     except Violation as violation:
-        run.say(f"!! {violation}")
-        return Found(seed, str(violation), tuple(run.trace or ()))
-    return None
+        broken = str(violation)
+        run.say(f"!! {broken}")
+    return Outcome(seed, run.num_steps, run.num_done, broken, tuple(run.trace or ()))
 
 
-def search(first: int, num: int, on_done: Callable[[int], Any] = lambda num: None) -> Found | None:
+def search(first: int, num: int) -> Outcome | None:
     """Run schedules from a seed on until one breaks a promise."""
-    for number in range(num):
-        found = try_seed(first + number)
-        if found is not None:
-            return found
-        on_done(number + 1)
-    return None
+    return next((one for one in map(try_seed, range(first, first + num)) if one.broken), None)

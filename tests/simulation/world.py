@@ -7,10 +7,10 @@ costs a tenth of a microsecond, where one between threads of the system costs a 
 from __future__ import annotations
 
 import errno
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 from greenlet import GreenletExit, greenlet
 
@@ -37,7 +37,8 @@ class Trouble:
 
     step: int
     kind: str
-    """kill · crash (its machine) · pause · signal · error (before it is done) · lost (after it is done) · full"""
+    """kill · crash (its machine) · pause · stall (one thread of it) · signal · error (before the step is done) · lost
+    (the reply, after it) · full (the disk, for all)"""
     call: str = ""
     seconds: float = 0.0
     number: int = 0
@@ -99,7 +100,7 @@ class World:
         self.on_trouble: Callable[[Process, Trouble], None] = lambda process, trouble: None
         self.violation: Exception | None = None
         self._hub = greenlet.getcurrent()
-        self.num_done: dict[str, int] = {}
+        self.num_done: Counter[str] = Counter()
         """Troubles that came, by kind."""
         self.me: Thread = Thread(Process("nobody", 0, 0, None, Stop()), "nobody", greenlet.getcurrent())  # type: ignore[arg-type]
 
@@ -241,7 +242,7 @@ class World:
             return None
         self.troubles.remove(trouble)
         self._next_trouble = self.troubles[0].step if self.troubles else MAX_STEPS
-        self.num_done[trouble.kind] = self.num_done.get(trouble.kind, 0) + 1
+        self.num_done[trouble.kind] += 1
         self.say(f"** {trouble}, at {call} {place}")
         return self._befall(process, trouble, place)
 
@@ -256,6 +257,8 @@ class World:
             case "pause":
                 process.paused_until = self.now_s + trouble.seconds
                 self.switch()
+            case "stall":
+                self.sleep(trouble.seconds)
             case "signal":
                 if process.stop.since is None:
                     process.stop.on_signal(15, None)
