@@ -181,6 +181,22 @@ def test_a_part_published_by_another_meanwhile_is_published(tmp_path: Path) -> N
     assert (path / "target").read_bytes() == b"x"
 
 
+def test_a_probe_whose_reply_was_lost_has_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(os.link, errno.EEXIST, is_done=True))
+    FILES.probe(tmp_path)
+    assert FILES.names(tmp_path) == []
+
+
+def test_a_folder_that_another_has_just_made_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made it may have died before syncing the folder above."""
+    synced: list[Path] = []
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(FileSystem, "sync_folder", lambda files, path: synced.append(path))
+    FILES.make_folder(tmp_path / "made")
+    FILES.make_folder(tmp_path / "made" / "within")
+    assert synced == [tmp_path, tmp_path, tmp_path / "made"]
+
+
 def test_a_file_system_without_links_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FILES.probe(tmp_path)
     assert FILES.names(tmp_path) == []

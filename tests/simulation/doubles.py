@@ -43,7 +43,7 @@ from tests.simulation.storage import File, Folder, Place, error
 from tests.simulation.world import Dead, Thread, Violation, World
 
 GROUP = Group(64, 64, True, 0, "form")
-TOP = Place(None, "")
+TOP = Place(None, ".")
 RUN = TOP / "run"
 current: World = None  # type: ignore[assignment]
 """The world in which the product's code runs now."""
@@ -460,6 +460,8 @@ def write_tables(index: Any, rows: Any, scratch: Any, *, is_partial: bool) -> di
     middle = ".partial" if is_partial else ""
     lines = sorted((receipt.shard, row, status) for receipt, table in rows for row, status in table)
     tables = {f"metadata{middle}.parquet": "ok", f"failures{middle}.parquet": "failed"}
+    if index.output_format == "files" and not is_partial:
+        tables["data/metadata.parquet"] = "ok"
     temps = {name: scratch / f"table-{number}.parquet" for number, name in enumerate(tables)}
     for name, status in tables.items():
         with resumable(scratch):
@@ -496,7 +498,7 @@ class SimulatedThread:
         self._ended = Event()
 
     def start(self) -> None:
-        current.start(current.me.process, self._run, f" {self._name}")
+        current.start(current.me.process, self._run, f".{self._name}")
 
     def join(self) -> None:
         if current.me.process.is_dead:

@@ -67,6 +67,17 @@ def folder_of_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FileSystem, "make_folder", make_folder)
 
 
+@plant("the probe's link is made, its reply lost, and its name taken for another's")
+def probe_unsure(patch: pytest.MonkeyPatch) -> None:
+    def probe(self: Any, place: Any) -> None:
+        one = place / f"probe.{doubles.current.token()}.tmp"
+        self.write(one, b"probe")
+        with resumable(place):
+            self.link(one, one.with_suffix(".link"))
+
+    patch.setattr(FileSystem, "probe", probe)
+
+
 # Slots
 
 
@@ -233,6 +244,20 @@ def published_too_lightly(patch: pytest.MonkeyPatch) -> None:
                     raise
 
     patch.setattr(FileSystem, "publish_file", publish_file)
+
+
+@plant("a name seen absent is taken for absent after another may have made it")
+def absent_by_hearsay(patch: pytest.MonkeyPatch) -> None:
+    def publish_folder(self: Any, source: Any, target: Any) -> None:
+        with resumable(target):
+            try:
+                self.rename(source, target)
+            except FileNotFoundError:
+                if not self.is_folder(target):
+                    raise
+            self.sync_folder(target.parent)
+
+    patch.setattr(FileSystem, "publish_folder", publish_folder)
 
 
 @plant("a part is published before its receipt")

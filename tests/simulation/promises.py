@@ -14,6 +14,7 @@ from tests.simulation.world import Violation
 
 HIDDEN = RUN / ".run"
 RECEIPTS, CLAIMS, WORK, DATA = HIDDEN / "receipts", HIDDEN / "claims", HIDDEN / "work", RUN / "data"
+OWN_TABLE = DATA / "metadata.parquet"
 TABLES = (RUN / "metadata.parquet", RUN / "failures.parquet", RUN / "README.md")
 
 
@@ -29,7 +30,7 @@ def receipts(storage: Storage, shard: int) -> list[Receipt]:
     return [ledger._receipt(storage.file(RECEIPTS / stem(*place)).content, *place) for place in found]
 
 
-def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...]) -> None:
+def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...], output_format: str) -> None:
     """Called when a name was linked."""
     if place.parent is RECEIPTS:
         check_receipt(storage, place)
@@ -38,7 +39,7 @@ def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...]) -> N
         closed = [one.epoch for one in receipts(storage, shard)]
         require(closed[:epoch] == list(range(epoch)), f"{place} claimed while an epoch below it is open")
     elif place is RUN / SUCCESS:
-        check_success(storage, shard_rows)
+        check_success(storage, shard_rows, output_format)
 
 
 def check_receipt(storage: Storage, place: Place) -> None:
@@ -78,7 +79,7 @@ def content(storage: Storage, place: Place) -> bytes:
     return one.content
 
 
-def check_success(storage: Storage, shard_rows: tuple[int, ...]) -> None:
+def check_success(storage: Storage, shard_rows: tuple[int, ...], output_format: str) -> None:
     """All that a finished run promises, durably."""
     made: list[tuple[int, int]] = []
     failed: list[tuple[int, int]] = []
@@ -92,11 +93,15 @@ def check_success(storage: Storage, shard_rows: tuple[int, ...]) -> None:
                 made += [(shard, row) for row in one.ok]
                 failed += [(shard, row) for row in one.failed]
                 parts |= {one.part} - {""}
-    require(set(storage.folder(DATA).names) == parts, f"data/ holds {sorted(storage.folder(DATA).names)}, not {parts}")
-    for place in (*TABLES, *(DATA / part for part in parts)):
+    found_names = set(storage.folder(DATA).names) - {OWN_TABLE.name}
+    require(found_names == parts, f"data/ holds {sorted(found_names)}, not {sorted(parts)}")
+    tables = TABLES if output_format == "webdataset" else (*TABLES, OWN_TABLE)
+    for place in (*tables, *(DATA / part for part in sorted(parts))):
         require(storage.get(place) is not None, f"{place} is missing beside {SUCCESS}")
         require(storage.is_durable(place), f"{place} is not durable beside {SUCCESS}")
-    for place, rows in zip(TABLES, (made, failed), strict=False):
+    for place, rows in zip(tables, (made, failed, None, made), strict=False):
+        if rows is None:
+            continue
         listed = [tuple(row) for row in json.loads(storage.file(place).content)]
         require(listed == sorted(rows), f"{place} lists {listed}, committed are {sorted(rows)}")
 

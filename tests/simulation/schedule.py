@@ -84,7 +84,7 @@ def draw(random: Random) -> Schedule:
         odd_shard=choice((-1, -1, 0)),
         num_restarts=num(4),
         num_finalizers=choice((0, 0, 0, 1, 2)),
-        is_planned=random.random() < 0.8,
+        is_planned=random.random() < 0.7,
         has_jobs=random.random() < 0.3,
         may_wait=random.random() < 0.9,
         troubles=tuple(_troubles(random, num_workers)),
@@ -135,9 +135,10 @@ def job_of(commit_every_s: float, stale_after_s: float, max_deaths: int, output_
 class Run(World):
     """A schedule while it is run: the processes that the product's modules are run in."""
 
-    def __init__(self, seed: int, *, traced: bool = False) -> None:
+    def __init__(self, seed: int, *, traced: bool = False, schedule: Schedule | None = None) -> None:
         random = Random(seed)
-        self.schedule = one = draw(random)
+        drawn = draw(random)
+        self.schedule = one = schedule or drawn
         super().__init__(random, list(one.troubles), restlessness=one.restlessness, lag_s=one.lag_s)
         self.trace = [] if traced else None
         self.batch_size, self.batch_s, self.odd_shard = one.batch_size, one.batch_s, one.odd_shard
@@ -162,7 +163,7 @@ class Run(World):
         return RunDirectory(path, self.files(self.me.process))  # type: ignore[arg-type]
 
     def on_link(self, target: Place) -> None:
-        promises.check_slot(self.storage, target, self.shard_rows)
+        promises.check_slot(self.storage, target, self.shard_rows, self.schedule.output_format)
 
     # Processes
 
@@ -233,7 +234,6 @@ class Run(World):
     def go(self) -> None:
         """Raises Violation."""
         doubles.enter(self)
-        self.storage.create_all(RUN)
         if self.schedule.is_planned:
             self._plan()
         for slot in range(self.schedule.num_workers):
@@ -272,7 +272,7 @@ class Run(World):
         last = self.processes[-1]
         promises.require(last.ended == "normally", f"an undisturbed worker ended by {last.ended}")
         promises.require(self.storage.get(RUN / SUCCESS) is not None, "no _SUCCESS in the end")
-        promises.check_success(self.storage, self.shard_rows)
+        promises.check_success(self.storage, self.shard_rows, self.schedule.output_format)
         promises.check_failures(self.storage, self.shard_rows, self.odd_shard, self.schedule.max_deaths)
         promises.check_swept(self.storage, self.shard_rows)
 

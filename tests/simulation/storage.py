@@ -16,9 +16,9 @@ class Place:
     __slots__ = ("_children", "name", "parent", "text")
 
     def __init__(self, parent: Place | None, name: str) -> None:
-        self.parent = parent or self
+        self.parent: Place = parent or self
         self.name = name
-        self.text = f"{parent.text}/{name}" if parent and parent.text else name
+        self.text = name if self.parent.parent is self.parent else f"{self.parent.text}/{name}"
         self._children: dict[str, Place] = {}
 
     def __truediv__(self, name: str) -> Place:

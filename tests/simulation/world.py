@@ -110,7 +110,7 @@ class World:
 
     def say(self, text: str) -> None:
         if self.trace is not None:
-            self.trace.append(f"{self.num_steps:5d} {self.now_s:9.2f} s  {self.me.name:<12} {text}")
+            self.trace.append(f"{self.num_steps:5d} {self.now_s:9.2f} s  {self.me.name:<16} {text}")
 
     # Threads
 
