@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -64,10 +65,15 @@ class FileStat:
 
     size: int
     mtime_s: float
+    is_folder: bool = False
 
 
 class FileSystem:
-    """The real one. Simulations take its place by offering the same calls."""
+    """The real one.
+
+    The first calls, down to `probe`, say in which order things are done. They reach the disk by the others, one
+    system call each (a new file: three), which a simulation overrides.
+    """
 
     def put_if_absent(self, path: Path, content: bytes) -> bool:
         """Make `path` hold `content`, durably, unless it exists: True if it is ours.
@@ -80,7 +86,7 @@ class FileSystem:
         with resumable(path):
             self.write(temp, content)
             try:
-                os.link(temp, path)
+                self.link(temp, path)
                 is_ours = True
             except OSError:
                 settled = self.read(path)
@@ -91,6 +97,82 @@ class FileSystem:
             self.remove(temp)
             self.sync_folder(path.parent)
         return is_ours
+
+    def make_folder(self, path: Path) -> None:
+        """The folder and its parents, on the disk when the call returns."""
+        with resumable(path):
+            if not self.is_folder(path):
+                self.make_folder(path.parent)
+                self.mkdir(path)
+            # Another may have made it just now and not have come to this.
+            self.sync_folder(path.parent)
+
+    def publish_file(self, source: Path, target: Path) -> None:
+        """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
+        with resumable(target):
+            with suppress(FileExistsError, FileNotFoundError):
+                self.link(source, target)
+            self._require(target)
+
+    def publish_folder(self, source: Path, target: Path) -> None:
+        """Move a durable folder to its final name; doing it twice is harmless."""
+        with resumable(target):
+            with suppress(FileNotFoundError):
+                self.rename(source, target)
+            self._require(target)
+
+    def _require(self, target: Path) -> None:
+        """Make a published name durable, whoever made it. The folder is opened for this, which makes NFS forget that
+        it saw no such name a moment ago: only then a missing one is missing."""
+        self.sync_folder(target.parent)
+        if self.stat(target) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Put a finished file in the place of another, or of none. Decides nothing: whoever does it has the same
+        content."""
+        with resumable(target):
+            if not self.is_folder(source):
+                self.sync(source)
+            self.rename(source, target)
+            self.sync_folder(target.parent)
+
+    def is_folder(self, path: Path) -> bool:
+        found = self.stat(path)
+        return found is not None and found.is_folder
+
+    def probe(self, folder: Path) -> None:
+        """Check that slots work in a folder. Raises UsageError where `link` does not."""
+        one = folder / f"probe.{secrets.token_hex(4)}.tmp"
+        two = one.with_suffix(".link")
+        self.write(one, b"probe")
+        try:
+            self.link(one, two)
+        except FileExistsError:
+            pass  # Nobody else has this name: the link was made, and its first reply was lost.
+        except OSError as error:
+            if error.errno in _RESUMABLE:
+                with resumable(folder):
+                    raise
+            raise UsageError(
+                f"{folder}: this file system cannot link files ({error.strerror}), which batchgen needs to decide "
+                "who makes what; put the run directory on another one (NFS, Lustre, GPFS and local disks do)"
+            ) from None
+        finally:
+            self.remove(two)
+            self.remove(one)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for a file; raises OSError as it comes, FileExistsError where the name is taken."""
+        os.link(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Another name for a file or folder, in the place of a file that has it; raises OSError as it comes."""
+        os.rename(source, target)
+
+    def mkdir(self, path: Path) -> None:
+        """One folder, if it is not there."""
+        path.mkdir(exist_ok=True)
 
     def write(self, path: Path, content: bytes) -> None:
         """A new file with this content, on the disk when the call returns; its name is not yet."""
@@ -121,20 +203,22 @@ class FileSystem:
                 found = os.stat(path)
         except FileNotFoundError:
             return None
-        return FileStat(found.st_size, found.st_mtime)
+        return FileStat(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
 
     def touch(self, path: Path) -> None:
         """Set a file's change time to now, by the file system's clock."""
         with resumable(path):
             os.utime(path)
 
-    def make_folder(self, path: Path) -> None:
-        """The folder and its parents, on the disk when the call returns."""
+    def remove(self, path: Path) -> None:
+        """Remove a file if it is there."""
         with resumable(path):
-            if not path.is_dir():
-                self.make_folder(path.parent)
-                path.mkdir(exist_ok=True)
-                self.sync_folder(path.parent)
+            path.unlink(missing_ok=True)
+
+    def sync(self, path: Path) -> None:
+        """Make a file's content durable."""
+        with resumable(path), path.open("rb+") as file:
+            self.sync_file(file)
 
     def sync_file(self, file: BinaryIO) -> None:
         """Make an open file's content durable."""
@@ -149,57 +233,3 @@ class FileSystem:
                 os.fsync(handle)
             finally:
                 os.close(handle)
-
-    def publish_file(self, source: Path, target: Path) -> None:
-        """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""
-        with resumable(target):
-            try:
-                os.link(source, target)
-            except (FileExistsError, FileNotFoundError):
-                if not target.exists():
-                    raise
-            self.sync_folder(target.parent)
-
-    def publish_folder(self, source: Path, target: Path) -> None:
-        """Move a durable folder to its final name; doing it twice is harmless."""
-        with resumable(target):
-            try:
-                os.rename(source, target)
-            except FileNotFoundError:
-                if not target.is_dir():
-                    raise
-            self.sync_folder(target.parent)
-
-    def replace(self, source: Path, target: Path) -> None:
-        """Put a finished file in the place of another, or of none. Decides nothing: whoever does it has the same
-        content."""
-        with resumable(target):
-            if source.is_file():
-                with source.open("rb+") as file:
-                    self.sync_file(file)
-            os.replace(source, target)
-            self.sync_folder(target.parent)
-
-    def remove(self, path: Path) -> None:
-        """Remove a file if it is there."""
-        with resumable(path):
-            path.unlink(missing_ok=True)
-
-    def probe(self, folder: Path) -> None:
-        """Check that slots work in a folder. Raises UsageError where `link` does not."""
-        one = folder / f"probe.{secrets.token_hex(4)}.tmp"
-        two = one.with_suffix(".link")
-        self.write(one, b"probe")
-        try:
-            os.link(one, two)
-        except OSError as error:
-            if error.errno in _RESUMABLE:
-                with resumable(folder):
-                    raise
-            raise UsageError(
-                f"{folder}: this file system cannot link files ({error.strerror}), which batchgen needs to decide "
-                "who makes what; put the run directory on another one (NFS, Lustre, GPFS and local disks do)"
-            ) from None
-        finally:
-            two.unlink(missing_ok=True)
-            one.unlink(missing_ok=True)

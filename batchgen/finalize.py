@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,15 +64,18 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
             f"{run.path}: {balance.outstanding} of {balance.rows} rows are outstanding; run the job to its end, or "
             "write tables of what there is with --partial"
         )
-    for receipt in ledger.committed(index.shards):
+    # Read once: with `is_partial` a worker may commit the next one at any time.
+    receipts = tuple(ledger.committed(index.shards))
+    for receipt in receipts:
         publish(run, receipt)
     _withdraw(run, ledger)
+    # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
+    run.files.sync_folder(run.data)
     scratch = run.root / f"finalize-{secrets.token_hex(4)}"
     run.files.make_folder(scratch)
     try:
-        tables = _write_tables(index, _sources(run, index, ledger), scratch, is_partial=is_partial)
+        tables = _write_tables(index, _sources(run, receipts, ledger), scratch, is_partial=is_partial)
         digest = _digest(tables[METADATA]) if METADATA in tables else ""
-        run.files.sync_folder(run.data)
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
     finally:
@@ -83,9 +86,9 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
     return balance
 
 
-def _sources(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> _Sources:
+def _sources(run: RunDirectory, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
     paths, positions = [], [np.zeros(0, np.uint64)]
-    for receipt in ledger.committed(index.shards):
+    for receipt in receipts:
         path = ledger.table_path(receipt.shard, receipt.epoch)
         table = _read(path, ["position", "status", "file_name", "bytes"])
         _check_files(run, receipt, table)
@@ -107,12 +110,12 @@ def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
     if not receipt.part:
         return
     path = published(run, receipt)
-    if not path.is_dir():
-        _check_size(path, receipt.part_bytes)
+    if not run.files.is_folder(path):
+        _check_size(run, path, receipt.part_bytes)
         return
     made = table.filter(pc.field("status") == "ok")
     for name, size in zip(made["file_name"].to_pylist(), made["bytes"].to_pylist(), strict=True):
-        _check_size(run.path / name, size)
+        _check_size(run, run.path / name, size)
 
 
 def _digest(path: Path) -> str:
@@ -120,10 +123,10 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_size(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+def _check_size(run: RunDirectory, path: Path, size: int) -> None:
+    found = run.files.stat(path)
+    if found is None or found.is_folder or found.size != size:
+        what = f"has {found.size} bytes instead of {size}" if found and not found.is_folder else "is missing"
         raise BatchgenError(f"{path}, which a receipt names, {what}; `batchgen verify` names all that is damaged")
 
 

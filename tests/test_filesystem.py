@@ -125,7 +125,7 @@ CALLS: list[tuple[str, str, Callable[[Path], Any]]] = [
     ("os.fsync", "", lambda path: FILES.sync_folder(path)),
     ("os.link", "file", lambda path: FILES.publish_file(path / "file", path / "target")),
     ("os.rename", "folder", lambda path: FILES.publish_folder(path / "folder", path / "target")),
-    ("os.replace", "file", lambda path: FILES.replace(path / "file", path / "target")),
+    ("os.rename", "file", lambda path: FILES.replace(path / "file", path / "target")),
     ("os.unlink", "file", lambda path: FILES.remove(path / "file")),
 ]
 
@@ -179,6 +179,22 @@ def test_a_part_published_by_another_meanwhile_is_published(tmp_path: Path) -> N
     (path / "file").unlink()
     FILES.publish_file(path / "file", path / "target")
     assert (path / "target").read_bytes() == b"x"
+
+
+def test_a_probe_whose_reply_was_lost_has_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", failing(os.link, errno.EEXIST, is_done=True))
+    FILES.probe(tmp_path)
+    assert FILES.names(tmp_path) == []
+
+
+def test_a_folder_that_another_has_just_made_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made it may have died before syncing the folder above."""
+    synced: list[Path] = []
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr(FileSystem, "sync_folder", lambda files, path: synced.append(path))
+    FILES.make_folder(tmp_path / "made")
+    FILES.make_folder(tmp_path / "made" / "within")
+    assert synced == [tmp_path, tmp_path, tmp_path / "made"]
 
 
 def test_a_file_system_without_links_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

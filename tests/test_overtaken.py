@@ -107,6 +107,22 @@ def test_two_finalizers_at_once_write_what_one_writes(
     assert step > 30
 
 
+def test_a_partial_finalize_is_overtaken_by_a_commit_that_is_not_published_yet(memory: Path) -> None:
+    job = pattern_job(*OPTIONS, "model.variant=faults")
+    manifest = write(memory / "manifest", MANIFEST)
+    for step in itertools.count(1):
+        run = RunDirectory(memory / f"{step}" / "run")
+        open_run(run, manifest, job)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(epoch, "publish", lambda run, receipt: None)
+            patch.setattr(runner, "finalize", lambda run: None)
+            files = Overtaken(step, lambda run=run: run_job(manifest, run.path, job))  # type: ignore[misc]
+            finalize(RunDirectory(run.path, files), is_partial=True)
+        if files.left > 0:
+            break
+    assert step > 15
+
+
 def test_an_owner_publishes_while_its_part_is_published_and_the_run_finalized(settled: Path, memory: Path) -> None:
     for step in itertools.count(1):
         run = RunDirectory(memory / f"{step}" / "run")
