@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +64,8 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
             f"{run.path}: {balance.outstanding} of {balance.rows} rows are outstanding; run the job to its end, or "
             "write tables of what there is with --partial"
         )
-    # Read once: with `is_partial` a worker may commit the next one at any time.
-    receipts = tuple(ledger.committed(index.shards))
+    # Read once: with `is_partial` a worker may commit the next one at any time. Their rows are not held.
+    receipts = tuple(replace(one, ok=(), failed=()) for one in ledger.committed(index.shards))
     for receipt in receipts:
         publish(run, receipt)
     _withdraw(run, ledger)

@@ -41,7 +41,8 @@ class Rejections:
         """What is wrong, for a person: `num_rows` rows, of which the first are named."""
         every = counted(self._manifest.num_rows, "manifest row")
         lines = [f"{num_rows:,} of {every} cannot be made as asked (rows count from 0):"]
-        lines += with_more([self._line(cell) for cell in self._first], self.num_cells)
+        first = sorted(self._first, key=lambda cell: cell.row)
+        lines += with_more([self._line(cell) for cell in first], self.num_cells)
         if is_skipped:
             lines.append("They are left out; a run keeps them all, with their faults, in rejected.parquet")
         else:

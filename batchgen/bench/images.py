@@ -126,7 +126,9 @@ def _report(settings: Settings, job: Job, device: torch.device) -> Report:
     return Report(
         arch=settings.arch,
         workload=asdict(settings.workload),
-        job=job.model_dump(mode="json"),
+        job=job.model_copy(update={"model": job.model.model_copy(update={"path": settings.arch})}).model_dump(
+            mode="json"
+        ),
         upcasts_vae=settings.upcasts_vae,
         compile_mode=settings.compile_mode,
         encoder_threads=num_encoder_threads(job.output),
