@@ -106,6 +106,22 @@ def test_two_finalizers_at_once_write_what_one_writes(
     assert step > 30
 
 
+def test_the_marker_of_a_run_that_another_finishes_meanwhile_stays(memory: Path) -> None:
+    job, manifest, marker = (
+        pattern_job(*OPTIONS),
+        write(memory / "manifest", {"prompt": ["a"]}),
+        memory / "run" / SUCCESS,
+    )
+    markers: list[bytes] = []
+
+    def finish(*opened: object) -> None:
+        run_job(manifest, memory / "run", job)
+        markers.append(marker.read_bytes())
+
+    assert run_job(manifest, memory / "run", job, on_opened=finish).exit_code == 0
+    assert markers == [marker.read_bytes()]
+
+
 def test_a_partial_finalize_is_overtaken_by_a_commit_that_is_not_published_yet(memory: Path) -> None:
     job = pattern_job(*OPTIONS, "model.variant=faults")
     manifest = write(memory / "manifest", MANIFEST)

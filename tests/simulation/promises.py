@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from batchgen import ledger
 from batchgen.finalize import SUCCESS
 from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, stem, unstem
-from tests.simulation.doubles import RUN, digest
+from tests.simulation.files import RUN, digest
 from tests.simulation.storage import File, Folder, Place, Storage
 from tests.simulation.world import Violation
 
