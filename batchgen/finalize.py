@@ -68,6 +68,9 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
         )
     # Read once: with `is_partial` a worker may commit the next one at any time.
     receipts = tuple(ledger.committed(index.shards))
+    # What is written from here on stands on these receipts, whose putters may have died before they were durable.
+    if receipts:
+        run.files.sync_folder(run.root / "receipts")
     for receipt in receipts:
         publish(run, receipt)
     _withdraw(run, ledger)

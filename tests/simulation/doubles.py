@@ -1,8 +1,9 @@
 """The product's modules put into the simulated world.
 
 What runs as it is: FileSystem's own steps, Ledger, Worker, Epoch, Heart, Maker, `publish`, the order and sweep of
-`finalize`, the balance, `run_job` and `freeze`. What is stood in for, at its own interface and with the same steps on the disk (a
-test holds the two equal): PartWriter, `write_table`, `disk.remove`, the files of a plan, the tables of `finalize`.
+`finalize`, the balance, `run_job` and `freeze`. What is stood in for, at its own interface and with the same steps on
+the disk (a test holds the two equal): PartWriter, `write_table`, `disk.remove`, the files of a plan, the tables of
+`finalize`.
 """
 
 from __future__ import annotations

@@ -285,6 +285,33 @@ def success_before_tables(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(finalize, "_withdraw", withdraw)
 
 
+@plant("_SUCCESS upon a receipt that its putter has not synced")
+def success_upon_sand(patch: pytest.MonkeyPatch) -> None:
+    def put_if_absent(self: Any, path: Any, content: bytes) -> bool:
+        self.is_putting = True
+        try:
+            return real_put(self, path, content)
+        finally:
+            self.is_putting = False
+
+    def sync_folder(self: Any, path: Any) -> None:
+        if path.name != "receipts" or getattr(self, "is_putting", False):
+            real_sync(self, path)
+
+    real_put, real_sync = SimulatedFiles.put_if_absent, SimulatedFiles.sync_folder
+    patch.setattr(SimulatedFiles, "put_if_absent", put_if_absent)
+    patch.setattr(SimulatedFiles, "sync_folder", sync_folder)
+
+
+@plant("receipts upon a plan that its putter has not synced")
+def receipts_upon_sand(patch: pytest.MonkeyPatch) -> None:
+    def make_folders(self: Ledger) -> None:
+        for name in ("plan", "claims", "work", "receipts", "modes"):
+            self.files.make_folder(self.root / name)
+
+    patch.setattr(Ledger, "make_folders", make_folders)
+
+
 @plant("a _SUCCESS that came after the balance is taken for an old one")
 def success_of_another(patch: pytest.MonkeyPatch) -> None:
     def stat(self: Any, path: Any) -> Any:

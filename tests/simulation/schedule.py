@@ -34,7 +34,19 @@ KINDS = (
     + ("stall",) * 2
     + ("signal", "error", "error", "lost", "lost", "full")
 )
-CALLS = ("",) * 4 + ("link", "link", "sync", "sync_folder", "remove", "rename", "create", "names", "read", "touch")
+CALLS = ("",) * 4 + (
+    "link",
+    "link",
+    "sync",
+    "sync_folder",
+    "remove",
+    "rename",
+    "rename",
+    "create",
+    "names",
+    "read",
+    "touch",
+)
 OUTSIDERS_SLOT = 90
 
 
