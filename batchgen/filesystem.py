@@ -7,6 +7,7 @@ names them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -204,6 +205,12 @@ class FileSystem:
         except FileNotFoundError:
             return None
         return FileStat(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
+
+    def digest(self, path: Path) -> tuple[int, str]:
+        """Size in bytes and sha256 of a file, of any size."""
+        with resumable(path), path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return file.tell(), sha256
 
     def touch(self, path: Path) -> None:
         """Set a file's change time to now, by the file system's clock."""

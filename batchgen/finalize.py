@@ -5,7 +5,6 @@ Any worker that finds all rows settled does this, or a person does; two at once 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,6 +65,9 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
         )
     # Read once: with `is_partial` a worker may commit the next one at any time. Their rows are not held.
     receipts = tuple(replace(one, ok=(), failed=()) for one in ledger.committed(index.shards))
+    # What is written from here on stands on these receipts, whose putters may have died before they were durable.
+    if receipts:
+        run.files.sync_folder(run.root / "receipts")
     for receipt in receipts:
         publish(run, receipt)
     _withdraw(run, ledger)
@@ -75,7 +77,7 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
     run.files.make_folder(scratch)
     try:
         tables = _write_tables(index, _sources(run, receipts, ledger), scratch, is_partial=is_partial)
-        digest = _digest(tables[METADATA]) if METADATA in tables else ""
+        digest = run.files.digest(tables[METADATA])[1] if METADATA in tables else ""
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
     finally:
@@ -116,11 +118,6 @@ def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
     made = table.filter(pc.field("status") == "ok")
     for name, size in zip(made["file_name"].to_pylist(), made["bytes"].to_pylist(), strict=True):
         _check_size(run, run.path / name, size)
-
-
-def _digest(path: Path) -> str:
-    with resumable(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_size(run: RunDirectory, path: Path, size: int) -> None:

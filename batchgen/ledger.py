@@ -145,6 +145,8 @@ class Ledger:
     def make_folders(self) -> None:
         for name in ("plan", "claims", "work", "receipts", "modes"):
             self.files.make_folder(self.root / name)
+        # Receipts are about a plan, whose putter may have died before its name was durable.
+        self.files.sync_folder(self.root / "plan")
 
     def state(self, shard: int) -> ShardState:
         """Read a shard's slots, in epoch order, until one has no receipt."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from batchgen.filesystem import resumable
 from batchgen.rundir import RunDirectory
 
 SUCCESS = "_SUCCESS"
@@ -18,7 +15,7 @@ SUCCESS = "_SUCCESS"
 def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]) -> None:
     """Put the marker, with size and sha256 of the run directory's files of these names; one that says the same is left
     as it is."""
-    content = {**facts, "files": {name: _print(run.path / name) for name in names}}
+    content = {**facts, "files": {name: list(run.files.digest(run.path / name)) for name in names}}
     if _read(run) == content:
         return
     run.files.remove(run.path / SUCCESS)
@@ -38,10 +35,9 @@ def is_finished(run: RunDirectory) -> bool:
 def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
     for name, (size, sha256) in ((_read(run) or {}).get("files") or {}).items():
-        path = run.path / name
-        if not path.is_file():
+        if run.files.stat(run.path / name) is None:
             yield name, "missing"
-        elif _print(path) != [size, sha256]:
+        elif run.files.digest(run.path / name) != (size, sha256):
             yield name, "altered: its sha256 is another one"
 
 
@@ -52,10 +48,3 @@ def _read(run: RunDirectory) -> dict[str, Any] | None:
         return {name: value for name, value in content.items() if name != "token"}
     except (ValueError, AttributeError, RecursionError):
         return None
-
-
-def _print(path: Path) -> list[int | str]:
-    """Size and sha256."""
-    with resumable(path), path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return [file.tell(), digest]

@@ -77,13 +77,11 @@ def run_job(
     owner = this_process()
     ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
+    was_marked = _is_marked(run)
     balance = take_balance(index, ledger, job.run.stale_after_s)
     on_opened(index, balance)
-    if balance.outstanding and run.files.stat(run.path / SUCCESS) is not None:
-        # It may have been put since the balance was taken.
-        balance = take_balance(index, ledger, job.run.stale_after_s)
-        if balance.outstanding:
-            run.files.remove(run.path / SUCCESS)
+    if balance.outstanding and was_marked:
+        run.files.remove(run.path / SUCCESS)
     if balance.outstanding and not stop.is_asked:
         try:
             with progress(balance) as shown:
@@ -98,6 +96,16 @@ def run_job(
     if not balance.outstanding and not is_finished(run):
         finalize(run)
     return Ending(balance, stop.signal_name, may_wait)
+
+
+def _is_marked(run: RunDirectory) -> bool:
+    """Whether `_SUCCESS` is there, asked before the receipts are read: of a marker that comes later, from another
+    worker, they say nothing."""
+    is_marked = run.files.stat(run.path / SUCCESS) is not None
+    if is_marked:
+        # Opening the folder makes NFS forget which receipts it saw absent.
+        run.files.sync_folder(run.root / "receipts")
+    return is_marked
 
 
 def _work(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchgen.errors import Interrupted, UsageError
-from batchgen.filesystem import FileSystem
+from batchgen.filesystem import FileStat, FileSystem
 from tests.crashes import Crash, machine
 from tests.processes import PROCESSES
 
@@ -171,6 +171,26 @@ def test_publishing_twice_is_harmless(tmp_path: Path, kind: str) -> None:
         assert (path / "target").exists()
     with pytest.raises(FileNotFoundError):
         publish(path / "none", path / "other")
+
+
+class Hearsay(FileSystem):
+    """Remembers that a name was absent until its folder is opened, as NFS does."""
+
+    is_fresh = False
+
+    def sync_folder(self, path: Path) -> None:
+        self.is_fresh = True
+
+    def stat(self, path: Path) -> FileStat | None:
+        return super().stat(path) if self.is_fresh else None
+
+
+def test_a_name_seen_absent_is_looked_for_again(tmp_path: Path) -> None:
+    path = prepared(tmp_path)
+    (path / "folder").rename(path / "target")
+    Hearsay().publish_folder(path / "folder", path / "target")
+    (path / "file").rename(path / "file target")
+    Hearsay().publish_file(path / "file", path / "file target")
 
 
 def test_a_part_published_by_another_meanwhile_is_published(tmp_path: Path) -> None:

@@ -44,6 +44,24 @@ class Overtaken(FileSystem):
         return super().__getattribute__(name)
 
 
+class Listened(FileSystem):
+    """Notes each call and its last path."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not callable(found) or name.startswith("_"):
+            return found
+
+        def called(*arguments: Any) -> Any:
+            self.calls.append((name, arguments[-1]))
+            return found(*arguments)
+
+        return called
+
+
 def contents(run: RunDirectory) -> dict[str, str]:
     """sha256 of every file outside the bookkeeping, but for the marker's token."""
     files = [path for path in run.path.rglob("*") if path.is_file() and run.root not in path.parents]
@@ -105,6 +123,33 @@ def test_two_finalizers_at_once_write_what_one_writes(
             break
         assert verify(RunDirectory(path)).faults == ()
     assert step > 30
+
+
+def test_the_marker_of_a_run_that_another_finishes_meanwhile_stays(memory: Path) -> None:
+    job, manifest, marker = (
+        pattern_job(*OPTIONS),
+        write(memory / "manifest", {"prompt": ["a"]}),
+        memory / "run" / SUCCESS,
+    )
+    markers: list[bytes] = []
+
+    def finish(*opened: object) -> None:
+        run_job(manifest, memory / "run", job)
+        markers.append(marker.read_bytes())
+
+    assert run_job(manifest, memory / "run", job, on_opened=finish).exit_code == 0
+    assert markers == [marker.read_bytes()]
+
+
+def test_receipts_are_durable_before_anything_is_written_upon_them(settled: Path, memory: Path) -> None:
+    """Their putters may have died between `link` and the sync of the folder."""
+    files = Listened()
+    run = RunDirectory(memory / "run", files)
+    shutil.copytree(settled, run.path)
+    finalize(run)
+    synced = files.calls.index(("sync_folder", run.root / "receipts"))
+    changes = [number for number, (name, _) in enumerate(files.calls) if name in ("link", "rename", "write", "mkdir")]
+    assert synced < min(changes)
 
 
 def test_a_partial_finalize_is_overtaken_by_a_commit_that_is_not_published_yet(memory: Path) -> None:

@@ -17,6 +17,7 @@ from batchgen.runner import run_job
 from tests.plans import folder, pattern_job, write
 from tests.simulation import doubles
 from tests.simulation.__main__ import planted, read
+from tests.simulation.files import TOP
 from tests.simulation.plants import PLANTS
 from tests.simulation.schedule import Run, draw, search, try_seed
 from tests.simulation.storage import Storage
@@ -117,8 +118,6 @@ def test_what_is_stood_in_for_changes_a_real_disk_in_the_same_order(output_forma
 
 
 # The simulated disk itself
-
-TOP = doubles.TOP
 
 
 def disk_with(*names: str) -> Storage:

@@ -10,14 +10,16 @@ import pytest
 
 from batchgen import epoch, finalize, runner, worker
 from batchgen.epoch import Epoch
-from batchgen.filesystem import FileSystem, resumable
-from batchgen.finalize import SUCCESS
+from batchgen.filesystem import FileStat, FileSystem, resumable
 from batchgen.ledger import ABANDONED, COMMITTED, Ledger, Receipt, ShardState
 from batchgen.ledger import stem as stem_of
+from batchgen.marker import SUCCESS
 from batchgen.records import Part
 from batchgen.worker import Worker
-from tests.simulation import doubles
-from tests.simulation.doubles import SimulatedFiles
+from tests.simulation import files as disk
+from tests.simulation import work
+from tests.simulation.files import SimulatedFiles
+from tests.simulation.world import World
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTS: dict[str, Plant] = {}
@@ -47,10 +49,10 @@ def no_folder_fsync(patch: pytest.MonkeyPatch) -> None:
 @plant("no fsync of row tables")
 def no_table_fsync(patch: pytest.MonkeyPatch) -> None:
     def write_table(path: Any, table: bytes) -> str:
-        files = doubles.my_files()
+        files = disk.my_files()
         with resumable(path):
-            files.append(doubles.create_or_truncate(files, path), path, table)
-        return doubles.digest(table)
+            files.append(disk.create_or_truncate(files, path), path, table)
+        return disk.digest(table)
 
     patch.setattr(epoch, "write_table", write_table)
 
@@ -70,7 +72,7 @@ def folder_of_another(patch: pytest.MonkeyPatch) -> None:
 @plant("the probe's link is made, its reply lost, and its name taken for another's")
 def probe_unsure(patch: pytest.MonkeyPatch) -> None:
     def probe(self: Any, place: Any) -> None:
-        one = place / f"probe.{doubles.current.token()}.tmp"
+        one = place / f"probe.{World.now.token()}.tmp"
         self.write(one, b"probe")
         with resumable(place):
             self.link(one, one.with_suffix(".link"))
@@ -84,7 +86,7 @@ def probe_unsure(patch: pytest.MonkeyPatch) -> None:
 @plant("claim by rename")
 def claim_by_rename(patch: pytest.MonkeyPatch) -> None:
     def put_if_absent(self: Any, path: Any, content: bytes) -> bool:
-        temp = path.with_name(f"{path.name}.{doubles.current.token()}.tmp")
+        temp = path.with_name(f"{path.name}.{World.now.token()}.tmp")
         with resumable(path):
             self.write(temp, content)
             if self.stat(path) is not None:
@@ -101,7 +103,7 @@ def put_by(patch: pytest.MonkeyPatch, settle: Callable[[Any, Any, bytes], bool])
     """Slots whose outcome, where `link` raised an error, is what `settle` says."""
 
     def put_if_absent(self: Any, path: Any, content: bytes) -> bool:
-        temp = path.with_name(f"{path.name}.{doubles.current.token()}.tmp")
+        temp = path.with_name(f"{path.name}.{World.now.token()}.tmp")
         with resumable(path):
             self.write(temp, content)
             try:
@@ -189,12 +191,12 @@ def receipt_before_part(patch: pytest.MonkeyPatch) -> None:
         def _finish(self) -> Receipt | None:
             part: Any = self._part
             if part._images:
-                table = doubles.row_table(None, "", part._images, [*self._failures, *part._failures])
+                table = work.row_table(None, "", part._images, [*self._failures, *part._failures])
                 data = b"".join(part._contents.values())
-                early = Part(part._path, len(data), doubles.digest(data), tuple(part._images), tuple(part._failures))
+                early = Part(part._path, len(data), disk.digest(data), tuple(part._images), tuple(part._failures))
                 before = list(self._failures)
                 self._failures += part._failures
-                self._place.ledger.commit(self._receipt(early, doubles.digest(table)))
+                self._place.ledger.commit(self._receipt(early, disk.digest(table)))
                 self._failures = before
             return super()._finish()
 
@@ -227,7 +229,7 @@ def former_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @plant("rows settled before are made again")
 def made_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "batches", lambda shard, groups, skip: doubles.batches(shard, groups))
+    patch.setattr(worker, "batches", lambda shard, groups, skip: work.batches(shard, groups))
 
 
 # Publication
@@ -283,6 +285,46 @@ def success_before_tables(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(finalize, "_withdraw", withdraw)
 
 
+@plant("_SUCCESS upon a receipt that its putter has not synced")
+def success_upon_sand(patch: pytest.MonkeyPatch) -> None:
+    def put_if_absent(self: Any, path: Any, content: bytes) -> bool:
+        self.is_putting = True
+        try:
+            return real_put(self, path, content)
+        finally:
+            self.is_putting = False
+
+    def sync_folder(self: Any, path: Any) -> None:
+        if path.name != "receipts" or getattr(self, "is_putting", False):
+            real_sync(self, path)
+
+    real_put, real_sync = SimulatedFiles.put_if_absent, SimulatedFiles.sync_folder
+    patch.setattr(SimulatedFiles, "put_if_absent", put_if_absent)
+    patch.setattr(SimulatedFiles, "sync_folder", sync_folder)
+
+
+@plant("receipts upon a plan that its putter has not synced")
+def receipts_upon_sand(patch: pytest.MonkeyPatch) -> None:
+    def make_folders(self: Ledger) -> None:
+        for name in ("plan", "claims", "work", "receipts", "modes"):
+            self.files.make_folder(self.root / name)
+
+    patch.setattr(Ledger, "make_folders", make_folders)
+
+
+@plant("a _SUCCESS that came after the balance is taken for an old one")
+def success_of_another(patch: pytest.MonkeyPatch) -> None:
+    def stat(self: Any, path: Any) -> Any:
+        found = real(self, path)
+        if path.name == SUCCESS and not hasattr(self, "was_asked"):
+            self.was_asked = True
+            return found or FileStat(0, 0.0)
+        return found
+
+    real = SimulatedFiles.stat
+    patch.setattr(SimulatedFiles, "stat", stat)
+
+
 @plant("_SUCCESS while rows are outstanding")
 def success_too_early(patch: pytest.MonkeyPatch) -> None:
     def balance(*arguments: Any) -> Any:
@@ -303,7 +345,7 @@ def sweep_before_receipt(patch: pytest.MonkeyPatch) -> None:
         named = {stem_of(one.shard, one.epoch) for one in ledger.committed(run.index().shards)}
         for name in run.files.names(run.root / "work"):
             if name.split(".")[0] not in named:
-                doubles.remove(run.root / "work" / name)
+                disk.remove(run.root / "work" / name)
 
     real = finalize._withdraw
     patch.setattr(finalize, "_withdraw", withdraw)
@@ -312,6 +354,6 @@ def sweep_before_receipt(patch: pytest.MonkeyPatch) -> None:
 @plant("receipts read twice by finalize")
 def receipts_read_twice(patch: pytest.MonkeyPatch) -> None:
     def sources(run: Any, receipts: Any, ledger: Ledger) -> Any:
-        return doubles.sources(run, tuple(ledger.committed(run.index().shards)), ledger)
+        return work.sources(run, tuple(ledger.committed(run.index().shards)), ledger)
 
     patch.setattr(finalize, "_sources", sources)

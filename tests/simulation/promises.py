@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 
 from batchgen import ledger
-from batchgen.finalize import SUCCESS
 from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, stem, unstem
-from tests.simulation.doubles import RUN, digest
+from batchgen.marker import SUCCESS
+from tests.simulation.files import RUN, digest
 from tests.simulation.storage import File, Folder, Place, Storage
 from tests.simulation.world import Violation
 
@@ -49,6 +49,7 @@ def check_receipt(storage: Storage, place: Place) -> None:
     require(mine.is_readable, f"{place} is no receipt")
     require([one.epoch for one in others[:epoch]] == list(range(epoch)), f"{place} put over an open epoch")
     if mine.kind == COMMITTED:
+        require(storage.is_durable(HIDDEN / "plan" / "0.json"), f"{place} stands on a plan that is not durable")
         rows = rows_of(others)
         require(len(rows) == len(set(rows)), f"{place} commits a row again: {rows}")
         check_part(storage, mine)
@@ -89,6 +90,7 @@ def check_success(storage: Storage, shard_rows: tuple[int, ...], output_format: 
         require(sorted(rows_of(found)) == list(range(num_rows)), f"shard {shard} settled {rows_of(found)}")
         for one in found:
             if one.kind == COMMITTED:
+                require(storage.is_durable(RECEIPTS / one.stem), f"receipt {one.stem} is not durable beside {SUCCESS}")
                 check_part(storage, one)
                 made += [(shard, row) for row in one.ok]
                 failed += [(shard, row) for row in one.failed]

@@ -13,14 +13,16 @@ from typing import Any
 from batchgen import finalize as finalizing
 from batchgen import runner
 from batchgen.errors import Interrupted, UsageError
-from batchgen.finalize import SUCCESS
 from batchgen.job import Job, load_job
+from batchgen.marker import SUCCESS
 from batchgen.owners import Owner
 from batchgen.rundir import RunDirectory
 from batchgen.stopping import Stop
-from tests.simulation import doubles, promises
-from tests.simulation.doubles import RUN, SimulatedFiles, SimulatedGenerator
+from tests.simulation import promises
+from tests.simulation.files import RUN, SimulatedFiles
 from tests.simulation.storage import Folder, Place
+from tests.simulation.system import monotonic
+from tests.simulation.work import SimulatedGenerator, index_of
 from tests.simulation.world import CHANGES, Dead, Process, Trouble, Violation, World
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE)
@@ -32,7 +34,19 @@ KINDS = (
     + ("stall",) * 2
     + ("signal", "error", "error", "lost", "lost", "full")
 )
-CALLS = ("",) * 4 + ("link", "link", "sync", "sync_folder", "remove", "rename", "create", "names", "read", "touch")
+CALLS = ("",) * 4 + (
+    "link",
+    "link",
+    "sync",
+    "sync_folder",
+    "remove",
+    "rename",
+    "rename",
+    "create",
+    "names",
+    "read",
+    "touch",
+)
 OUTSIDERS_SLOT = 90
 
 
@@ -182,7 +196,7 @@ class Run(World):
             job_id=f"job-{slot}" if self.schedule.has_jobs else "",
             restart_count=number - 1,
         )
-        process = Process(f"w{slot}.{number}", slot, host, owner, Stop(clock=doubles.monotonic))
+        process = Process(f"w{slot}.{number}", slot, host, owner, Stop(clock=monotonic))
         self.processes.append(process)
         self.start(process, lambda: work(process)).wakes_at += after_s
 
@@ -233,7 +247,7 @@ class Run(World):
 
     def go(self) -> None:
         """Raises Violation."""
-        doubles.enter(self)
+        World.now = self
         if self.schedule.is_planned:
             self._plan()
         for slot in range(self.schedule.num_workers):
@@ -247,7 +261,7 @@ class Run(World):
         """The plan lies there, durably, with all folders."""
         for name in (".run/plan/0-aa", ".run/claims", ".run/work", ".run/receipts", ".run/modes", "data"):
             self.storage.create_all(RUN / name)
-        index = doubles.index_of("0-aa", self.shard_rows, {"output": {"format": self.schedule.output_format}})
+        index = index_of("0-aa", self.shard_rows, {"output": {"format": self.schedule.output_format}})
         for place, content in (("0.json", index.to_bytes("aa")), ("0-aa/0000.parquet", b"0-aa")):
             file = self.storage.create(RUN / ".run" / "plan" / place, self.now_s, None)
             file.content = file.synced = content

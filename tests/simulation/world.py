@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any, ClassVar
 
 from greenlet import GreenletExit, greenlet
 
@@ -78,6 +79,9 @@ class Process:
 
 class World:
     """One run of one schedule."""
+
+    now: ClassVar[Any]
+    """The one in which the product's code runs."""
 
     def __init__(self, random: Random, troubles: list[Trouble], *, restlessness: float, lag_s: float) -> None:
         self.random = random
