@@ -10,7 +10,7 @@ another machine remembers. `world` lets one step happen at a time, `storage` kno
     python -m tests.simulation --replay 4711                        every step of one schedule
     python -m tests.simulation --plants                             how soon each planted fault is found
 
-`--record` writes what was searched, and the seed that found each planted fault, to `searches.json`. Faults that a search
-found in the product are there by the name of the plant that brings them back, with the seed that first showed each: a
-seed's steps move whenever the product's do, so that only the plant's own seed replays it now.
+`--record` writes what was searched, and the seed that found each planted fault, to `searches.json`. Faults that a
+search found in the product are there by the name of the plant that brings them back, with the seed that first showed
+each: a seed's steps move whenever the product's do, so that only the plant's own seed replays it now.
 """
