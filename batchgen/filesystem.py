@@ -102,11 +102,17 @@ class FileSystem:
     def make_folder(self, path: Path) -> None:
         """The folder and its parents, on the disk when the call returns."""
         with resumable(path):
-            if not self.is_folder(path):
+            was_there = self.is_folder(path)
+            if not was_there:
                 self.make_folder(path.parent)
                 self.mkdir(path)
-            # Another may have made it just now and not have come to this.
-            self.sync_folder(path.parent)
+            try:
+                # Another may have made it just now and not have come to this.
+                self.sync_folder(path.parent)
+            except UsageError:
+                # A folder that may be entered but not listed, such as the one above all homes.
+                if not was_there:
+                    raise
 
     def publish_file(self, source: Path, target: Path) -> None:
         """Give a durable file a second name; doing it twice is harmless, and so is another's doing it meanwhile."""

@@ -15,6 +15,8 @@ def settle(ledger: Ledger, name: str, value: str) -> str:
     content = json.dumps({"token": ledger.owner.token, "value": value}).encode()
     if ledger.files.read(path) is None and ledger.files.put_if_absent(path, content):
         return value
+    # Its putter may have died before the name was durable, and pixels are made by it from here on.
+    ledger.files.sync_folder(path.parent)
     try:
         settled = json.loads(ledger.files.read(path) or b"")["value"]
         if isinstance(settled, str):

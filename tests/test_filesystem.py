@@ -227,3 +227,19 @@ def test_a_file_system_without_links_is_refused_at_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "link", failing(os.link, errno.ENOSPC, is_done=False))
     with pytest.raises(Interrupted, match="the disk is full"):
         FILES.probe(tmp_path)
+
+
+def test_a_folder_above_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one above all homes often is: what stands in it already is taken, a new folder is not promised."""
+    (tmp_path / "run").mkdir()
+    real = os.open
+
+    def guarded(path: Path, *arguments: Any) -> int:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", guarded)
+    FILES.make_folder(tmp_path / "run")
+    with pytest.raises(UsageError):
+        FILES.make_folder(tmp_path / "new")
