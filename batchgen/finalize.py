@@ -179,8 +179,10 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterab
     names = [*tables, "README.md"]
     if index.num_rejected:
         names.append(REJECTED)
-        run.files.remove(run.path / REJECTED)  # It may be anything; the plan keeps its own.
-        run.files.publish_file(rejected, run.path / REJECTED)
+        temp = run.root / f"rejected.{secrets.token_hex(4)}.tmp"
+        run.files.publish_file(rejected, temp)
+        run.files.replace(temp, run.path / REJECTED)
+        run.files.remove(temp)  # A rename onto another name of the same file leaves both.
     text = card(
         name=run.path.resolve().name,
         output_format=index.output_format,
