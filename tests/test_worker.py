@@ -605,6 +605,10 @@ def test_the_next_batch_is_at_work_before_the_one_before_is_taken_and_committed(
     starts = [events.index(f"start {number}") for number in range(6)]
     takes = [events.index(f"take {number}") for number in range(6)]
     assert all(takes[number] > starts[number + 1] for number in range(5))
+    first_commit = next(place for place, event in enumerate(events) if event.startswith("committed"))
+    assert starts[2] < first_commit < starts[4], (
+        "the first shard is committed once the next one's first batch is started"
+    )
     assert len(one.table()) == 6
 
 

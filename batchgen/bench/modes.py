@@ -19,6 +19,7 @@ from batchgen.bench.workload import SIZES
 from batchgen.engine.attention import BACKENDS, attention
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.engine.graphs import GraphPool
+from batchgen.engine.steps import CHECKED_STEPS
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 from batchgen.models.family import Network
@@ -29,7 +30,6 @@ Place = tuple[int, int, int]
 """Batch size, width, height."""
 MODES = ("eager", "graph", "compiled", "compiled+graph")
 REPLAYS = 15
-CHECKED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)

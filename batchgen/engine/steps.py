@@ -114,6 +114,9 @@ class Steps:
     def free(self) -> bool:
         """Give back what graphs hold; whether there were any."""
         had_any = any(ready.replay for ready in self._ready.values())
+        if had_any:
+            # Replays of the batch before may still be queued; their graphs must outlive them.
+            Mark(self._model.device).wait()
         self._ready.clear()
         if had_any:
             self._pool.clear()
