@@ -110,7 +110,7 @@ class Run(_Table):
     grace_s: _Seconds = 25.0
     """Seconds from a stop signal to the last commit."""
     commit_every_s: _Seconds = 120.0
-    """Seconds of work, at most one batch over, that are committed together: what a SIGKILL costs."""
+    """Seconds of work, at most two batches over, that are committed together: what a SIGKILL costs."""
     stale_after_s: _Seconds = 600.0
     """Seconds without a heartbeat, by the file system's clock, after which a worker is thought dead."""
     max_deaths: _PositiveInt = 3
