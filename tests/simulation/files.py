@@ -63,6 +63,8 @@ class SimulatedFiles(FileSystem):
     def rename(self, source: Any, target: Any) -> None:
         after = self.world.step("rename", target)
         self.storage.rename(source, target)
+        if target is RUN / SUCCESS:
+            self.world.on_link(target)
         self.absent.pop(target, None)
         if after:
             raise after

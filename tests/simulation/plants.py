@@ -13,7 +13,7 @@ from batchgen.epoch import Epoch
 from batchgen.filesystem import FileStat, FileSystem, resumable
 from batchgen.ledger import ABANDONED, COMMITTED, Ledger, Receipt, ShardState
 from batchgen.ledger import stem as stem_of
-from batchgen.marker import SUCCESS
+from batchgen.marker import SUCCESS, put_marker
 from batchgen.records import Part
 from batchgen.worker import Worker
 from tests.simulation import files as disk
@@ -278,7 +278,7 @@ def published_before_receipt(patch: pytest.MonkeyPatch) -> None:
 @plant("_SUCCESS before the tables")
 def success_before_tables(patch: pytest.MonkeyPatch) -> None:
     def withdraw(run: Any, ledger: Ledger) -> None:
-        run.files.put_if_absent(run.path / SUCCESS, b"token")
+        put_marker(run, {}, ())
         real(run, ledger)
 
     real = finalize._withdraw
@@ -323,6 +323,15 @@ def success_of_another(patch: pytest.MonkeyPatch) -> None:
 
     real = SimulatedFiles.stat
     patch.setattr(SimulatedFiles, "stat", stat)
+
+
+@plant("_SUCCESS is removed before it is put again")
+def success_removed(patch: pytest.MonkeyPatch) -> None:
+    def put(run: Any, facts: Any, names: Any) -> None:
+        run.files.remove(run.path / SUCCESS)
+        put_marker(run, facts, names)
+
+    patch.setattr(finalize, "put_marker", put)
 
 
 @plant("_SUCCESS while rows are outstanding")

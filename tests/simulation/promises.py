@@ -31,7 +31,7 @@ def receipts(storage: Storage, shard: int) -> list[Receipt]:
 
 
 def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...], output_format: str) -> None:
-    """Called when a name was linked."""
+    """Called when a name was linked, or the marker renamed."""
     if place.parent is RECEIPTS:
         check_receipt(storage, place)
     elif place.parent is CLAIMS and (claimed := unstem(place.name)):
