@@ -25,6 +25,7 @@ from batchgen import (
     heart,
     ledger,
     making,
+    marker,
     owners,
     plans,
     rundir,
@@ -37,7 +38,7 @@ from tests.simulation.world import World
 
 PATCHES: list[tuple[Any, str, Any]] = [
     *((module, "time", system.CLOCK) for module in (ledger, worker, epoch, making)),
-    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, plans)),
+    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, plans)),
     *((module, "this_process", system.this_process) for module in (balance, runner)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
     *((module, "remove", files.remove) for module in (disk, epoch, finalize, plans)),

@@ -327,11 +327,13 @@ def success_of_another(patch: pytest.MonkeyPatch) -> None:
 
 @plant("_SUCCESS is removed before it is put again")
 def success_removed(patch: pytest.MonkeyPatch) -> None:
-    def put(run: Any, facts: Any, names: Any) -> None:
-        run.files.remove(run.path / SUCCESS)
-        put_marker(run, facts, names)
+    def replace_file(self: Any, source: Any, target: Any) -> None:
+        if target.name == SUCCESS:
+            self.remove(target)
+        real(self, source, target)
 
-    patch.setattr(finalize, "put_marker", put)
+    real = SimulatedFiles.replace
+    patch.setattr(SimulatedFiles, "replace", replace_file)
 
 
 @plant("_SUCCESS while rows are outstanding")
