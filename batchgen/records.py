@@ -81,9 +81,14 @@ class Bucket:
         return f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}, {self.group.form or 'own update'}"
 
     @property
+    def rows(self) -> int:
+        """Of one evaluation of the network, guidance doubling included."""
+        return self.size * (2 if self.group.is_guided else 1)
+
+    @property
     def pixels(self) -> int:
-        """Pixels that one evaluation of the network is about, guidance doubling included."""
-        return self.group.width * self.group.height * self.size * (2 if self.group.is_guided else 1)
+        """That one evaluation of the network is about."""
+        return self.group.width * self.group.height * self.rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.engine.compiling import Compiler
 from batchgen.engine.decode import Decoder
 from batchgen.engine.denoise import load_lanes
 from batchgen.engine.engine import Engine
@@ -104,10 +105,10 @@ def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engin
         alone = Prompts(engine.model, is_offloaded=True).encoded([text])
         assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
-    decoder = Decoder(engine.model, 4, print)
-    decoded = decoder.start(latents, is_compiled=False)()
+    decoder = Decoder(engine.model, Compiler(engine.model), 4, print)
+    decoded = decoder.start(latents, "eager")()
     for i in range(6):
-        alone = decoder.start(latents[i : i + 1], is_compiled=False)()[0]
+        alone = decoder.start(latents[i : i + 1], "eager")()[0]
         assert isinstance(alone, np.ndarray)
         assert np.array_equal(decoded[i], alone)
 

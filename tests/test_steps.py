@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from batchgen.engine import steps
 from batchgen.engine.engine import Engine
@@ -167,6 +168,31 @@ class TestFallback:
         both = Run("compiled+graph")
         assert [one.mode for one in both.make(mixed("ddim"))] == ["graph"] * 3
         assert sum("no compiler" in line for line in both.said) == 2, "the network's, and the decoder's"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_blocks_are_compiled_once_for_every_size_and_batch() -> None:
+    """And whichever bucket comes first, the code, so the latents, are the same."""
+    wide = [tiny.row(i, width=96, height=64, seed=i) for i in range(2)]
+    square = [tiny.row(i, seed=i) for i in range(3)]
+    torch._dynamo.reset()
+    counters.clear()
+    first, second, eager = Run("regional"), Run("regional"), Run("eager")
+    one = [first.latents(wide), first.latents(square)]
+    num_compiled = counters["stats"]["unique_graphs"]
+    assert num_compiled > 4
+    assert torch.equal(first.latents(wide[:1] * 5), one[0][:1].expand(5, -1, -1, -1))
+    assert counters["stats"]["unique_graphs"] == num_compiled
+    torch._dynamo.reset()
+    other = [second.latents(square), second.latents(wide)][::-1]
+    for made, again, rows in zip(one, other, (wide, square), strict=True):
+        assert torch.equal(made, again)
+        assert 0 < steps.deviation_of(made, eager.latents(rows)) < 1e-4
+    captures = first.engine.steps.captures
+    assert [one.mode for one in captures] == ["regional"] * 3, "a check a group, not a bucket"
+    assert len({one.bucket.group for one in captures}) == 2
+    assert np.abs(first.make(wide)[0].pixels - eager.make(wide)[0].pixels.astype(int)).max() <= 1
 
 
 def test_memory_that_is_short_frees_the_graphs_before_the_batch_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ from batchgen.bench.traces import KernelTime, kernel_times
 from batchgen.bench.workload import Workload
 from batchgen.cost import save_profile
 from batchgen.encoders import num_encoder_threads
+from batchgen.engine.compiling import KERNELS, Compiler
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 
 Say = Callable[[str], None]
 BASELINES = {"single": ("loop", "best", "compiled"), "mixed": ("exact", "sized")}
-PROFILES = ("eager", "compiled")
+PROFILES = KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,15 +179,13 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
     assert engine is not None
     guidance = batch.rows[0].guidance_scale
     one = evaluation(engine, batch.size, batch.group.width, batch.group.height, guidance, sampler)
-    network, decoder = one.model.network, one.model.decoder
     engine.steps.free()
     # As the engine lays them out: compiled convolutions want channels-last weights.
-    layout = torch.channels_last if mode == "compiled" else torch.contiguous_format
+    layout = torch.contiguous_format if mode == "eager" else torch.channels_last
     for part in (one.model.network, one.model.vae):
         part.to(memory_format=layout)  # type: ignore[call-overload]
-    if mode == "compiled":
-        network = torch.compile(network, fullgraph=True, dynamic=False)  # type: ignore[assignment]
-        decoder = torch.compile(decoder, fullgraph=True, dynamic=False)
+    compiler = Compiler(one.model)
+    network, decoder = compiler.network(mode, one.conditioning), compiler.decoder(mode)
     calls = calls_of(one, network, decoder, bench.job.engine.decode_batch)
     found = {f"{mode} {what}": kernel_times(call, engine.device) for what, call in calls.items()}
     for what, times in found.items():

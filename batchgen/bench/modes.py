@@ -17,6 +17,7 @@ from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_
 from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.workload import SIZES
 from batchgen.engine.attention import BACKENDS, attention
+from batchgen.engine.compiling import KERNELS, Compiler, mode_of
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.engine.graphs import GraphPool
 from batchgen.engine.steps import CHECKED_STEPS
@@ -28,7 +29,7 @@ from batchgen.records import Bucket
 Say = Callable[[str], None]
 Place = tuple[int, int, int]
 """Batch size, width, height."""
-MODES = ("eager", "graph", "compiled", "compiled+graph")
+MODES = ("eager", "graph", "regional", "regional+graph", "compiled", "compiled+graph")
 REPLAYS = 15
 
 
@@ -108,33 +109,34 @@ def time_modes(
     """One bucket in the given modes under one attention kernel; None is torch's own choice."""
     one = evaluation(engine, *bucket, guidance, "euler")
     times = []
-    for is_compiled in (False, True):
+    for kernels_of in KERNELS:
         # As the engine lays them out: compiled convolutions want channels-last weights.
-        layout = torch.channels_last if is_compiled else torch.contiguous_format
+        layout = torch.contiguous_format if kernels_of == "eager" else torch.channels_last
         one.model.network.to(memory_format=layout)  # type: ignore[call-overload]
         with torch.inference_mode(), attention(kernels, engine.device):
-            wanted = [mode for mode in modes if ("compiled" in mode) == is_compiled]
-            times += _timed(one, kernels or "torch's", wanted)
+            times += _timed(one, kernels or "torch's", [mode for mode in modes if mode_of(mode)[0] == kernels_of])
     one.model.network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     return times
 
 
 def _timed(one: Evaluation, kernels: str, modes: Sequence[str]) -> list[ModeTime]:
-    """Modes that share a network, eager or compiled."""
+    """Modes of the same kernels."""
     device, start, times = one.model.device, one.start(), []
     wanted = _after_steps(one, start, lambda: one.step(one.model.network)) if modes else None
+    # Attention kernels are no guard of compiled code.
     torch._dynamo.reset()
-    compiled = torch.compile(one.model.network, fullgraph=True, dynamic=False)
+    compiler = Compiler(one.model)
     for mode in modes:
         assert wanted is not None
-        network: Network = compiled if "compiled" in mode else one.model.network
+        made_of, is_captured = mode_of(mode)
+        started, pool = time.perf_counter(), GraphPool(device)
+        network = compiler.network(made_of, one.conditioning)
 
         def call(network: Network = network) -> None:
             one.step(network)
 
-        started, pool = time.perf_counter(), GraphPool(device)
         call()
-        replay = pool.capture(call) if "graph" in mode else call
+        replay = pool.capture(call) if is_captured else call
         made = _after_steps(one, start, replay)
         prepare_s = time.perf_counter() - started
         ms = median_s(replay, device, REPLAYS) * 1e3

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.models.family import Family, Network
+from batchgen.engine.compiling import Compiler
+from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
 from batchgen.records import Pixels
 
@@ -42,16 +43,16 @@ class _Judged:
 class Decoder:
     """The VAE of one model."""
 
-    def __init__(self, model: Family, chunk: int, say: Callable[[str], None]) -> None:
+    def __init__(self, model: Family, compiler: Compiler, chunk: int, say: Callable[[str], None]) -> None:
         self.chunk = chunk
         self._model = model
+        self._compiler = compiler
         self._say = say
-        self._compiled: Network | None = None
         self._may_compile = True
 
-    def start(self, latents: Tensor, *, is_compiled: bool) -> Decoding:
+    def start(self, latents: Tensor, kernels: str) -> Decoding:
         """Queue the decoding of `[R, C, h, w]` and the copies to the host."""
-        judged = [self._start_chunk(chunk, is_compiled=is_compiled) for chunk in torch.split(latents, self.chunk)]
+        judged = [self._start_chunk(chunk, kernels) for chunk in torch.split(latents, self.chunk)]
         mark = Mark(self._model.device)
 
         def finish() -> list[Pixels | Fault]:
@@ -69,17 +70,15 @@ class Decoder:
         self.chunk //= 2
         return True
 
-    def _start_chunk(self, latents: Tensor, *, is_compiled: bool) -> _Judged:
+    def _start_chunk(self, latents: Tensor, kernels: str) -> _Judged:
         padding = latents[-1:].expand(self.chunk - len(latents), *latents.shape[1:])
-        judged = judge(self._decode(torch.cat([latents, padding]), is_compiled=is_compiled)[: len(latents)])
+        judged = judge(self._decode(torch.cat([latents, padding]), kernels)[: len(latents)])
         return _Judged(to_host(judged.pixels), to_host(judged.is_finite), to_host(judged.is_constant))
 
-    def _decode(self, latents: Tensor, *, is_compiled: bool) -> Tensor:
-        if is_compiled and self._may_compile:
+    def _decode(self, latents: Tensor, kernels: str) -> Tensor:
+        if kernels != "eager" and self._may_compile:
             try:
-                if self._compiled is None:
-                    self._compiled = torch.compile(self._model.decoder, fullgraph=True, dynamic=False)
-                return self._model.decode(self._compiled, latents)
+                return self._model.decode(self._compiler.decoder(kernels), latents)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # whatever torch.compile raises: there is another way to decode

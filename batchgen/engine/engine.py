@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from batchgen.cost import Measurement
+from batchgen.engine.compiling import Compiler
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.meter import Meter
@@ -56,10 +57,11 @@ class Engine:
             "device": device_name(self.device),
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
-        self.steps = Steps(self.model, context)
+        self._compiler = Compiler(self.model)
+        self.steps = Steps(self.model, self._compiler, context)
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
-        self._decoder = Decoder(self.model, job.engine.decode_batch, context.say)
+        self._decoder = Decoder(self.model, self._compiler, job.engine.decode_batch, context.say)
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], context)
 
     @torch.inference_mode()
@@ -145,11 +147,11 @@ class Engine:
     def _decode(self, group: Group, latents: Tensor) -> Decoding:
         """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch
         would not help, since chunks are padded."""
-        is_compiled = self._tuning.decodes_compiled(group.width, group.height)
+        kernels = self._tuning.decode_kernels(group.width, group.height)
         while True:
             try:
                 with self._tuning.kernels():
-                    return self._decoder.start(latents, is_compiled=is_compiled)
+                    return self._decoder.start(latents, kernels)
             except torch.OutOfMemoryError:
                 if not self.steps.free() and not self._decoder.shrink():
                     raise
@@ -176,9 +178,7 @@ class Engine:
             return
         self._group = group
         self.steps.free()
-        if self._tuning.is_compiled:
-            # Compiled code is kept per network, and the number of its forms is limited.
-            torch._dynamo.reset()
+        self._compiler.forget_shapes()
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.engine.compiling import Compiler, mode_of
 from batchgen.engine.denoise import Lanes, load_lanes, step
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
 from batchgen.engine.samplers import Table
@@ -29,8 +30,8 @@ MIN_LEAD = 3
 ROOM = 32
 """Captured tables hold a multiple of this many evaluations, so that another step count rarely needs another capture."""
 CHECKED_STEPS = 2
-TOLERANCES = {"graph": 1e-3, "compiled": 1e-2}
-"""Largest deviation from eager that a captured or compiled bucket may have."""
+TOLERANCES = {"eager": 1e-3, "regional": 1e-2, "compiled": 1e-2}
+"""Largest deviation from eager that a bucket may have, by its kernels."""
 
 
 class Refused(BatchgenError):
@@ -74,9 +75,10 @@ class _Ready:
 class Steps:
     """One model's denoising. Whoever changes to another group frees this one's graphs before."""
 
-    def __init__(self, model: Family, context: Context) -> None:
+    def __init__(self, model: Family, compiler: Compiler, context: Context) -> None:
         self.captures: list[Capture] = []
         self._model = model
+        self._compiler = compiler
         self._say = context.say
         self._pool = GraphPool(model.device)
         self._ready: dict[Bucket, _Ready] = {}
@@ -135,6 +137,10 @@ class Steps:
         ready = self._ready.get(bucket)
         if ready is not None and (ready.replay is None or ready.room >= num):
             return ready
+        alike = next((one for one in self._ready.values() if one.mode == mode == "regional"), None)
+        if alike is not None:
+            # The code is the same for every batch size, and was checked with this group's width and height.
+            return self._ready.setdefault(bucket, alike)
         room = -(-num // ROOM) * ROOM
         while mode != "eager":
             try:
@@ -143,7 +149,8 @@ class Steps:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run
-                instead = "graph" if mode == "compiled+graph" else "eager"
+                kernels, is_captured = mode_of(mode)
+                instead = "graph" if is_captured and kernels != "eager" else "eager"
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self._say(f"{bucket}: {mode} does not work here ({type(error).__name__}: {reason}); it runs {instead}")
                 self._broken[bucket] = mode = instead
@@ -156,15 +163,15 @@ class Steps:
         """Compile and capture as the mode says, and check the result against eager. Raises Refused."""
         model, device = self._model, self._model.device
         started, before = time.perf_counter(), reserved_bytes(device)
-        network: Network = model.network
+        kernels, is_captured = mode_of(mode)
+        network = self._compiler.network(kernels, conditioning)
         compile_s = 0.0
-        if "compiled" in mode:
-            network = torch.compile(model.network, fullgraph=True, dynamic=False)
+        if kernels != "eager":
             step(model, network, lanes, conditioning)
             Mark(device).wait()
             compile_s = time.perf_counter() - started
         ready = _Ready(mode, network, lanes.timesteps.shape[1])
-        if "graph" in mode:
+        if is_captured:
             own = _own(conditioning)
             ready.lanes, ready.conditioning = lanes, own
             ready.replay = self._pool.capture(lambda: step(model, network, lanes, own))
@@ -173,7 +180,7 @@ class Steps:
             bucket, mode, time.perf_counter() - started, compile_s, before, reserved_bytes(device), deviation
         )
         self.captures.append(capture)
-        ready.held_bytes = max(0, capture.after_bytes - before) if "graph" in mode else 0
+        ready.held_bytes = max(0, capture.after_bytes - before) if is_captured else 0
         self._say(str(capture))
         return ready
 
@@ -193,7 +200,7 @@ class Steps:
             else:
                 step(self._model, ready.network, made, other_conditioning)
         deviation = deviation_of(made.latents, eager.latents)
-        tolerance = TOLERANCES["compiled" if "compiled" in ready.mode else "graph"]
+        tolerance = TOLERANCES[mode_of(ready.mode)[0]]
         if not deviation <= tolerance:
             raise Refused(f"its latents deviate from eager by {deviation:.1e}; allowed is {tolerance}")
         return deviation

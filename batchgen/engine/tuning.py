@@ -12,11 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from batchgen.engine.attention import BACKENDS, attention
+from batchgen.engine.compiling import mode_of
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
@@ -24,19 +26,23 @@ from batchgen.models.transfer import Mark
 from batchgen.records import Bucket, Work
 from batchgen.wording import listed
 
-COMPILED_SHARE = 0.75
-"""Of the seconds of an evaluation, what compiled kernels need: 0.66 to 0.82 were measured (SD1.5 and SDXL, batches of
-8 and more, one H200, torch 2.11)."""
+SHARES = {"eager": 1.0, "regional": 0.74, "compiled": 0.69}
+"""Of the seconds of an eager evaluation, by kernels: SD1.5 at 512x512, 64 rows of the network, one H200, torch 2.11. By
+16 rows regional ones need 0.71."""
 COMPILE_S = 30.0
 COMPILE_S_PER_PARAMETER = 3e-8
-"""A whole compile took 53 s for SD1.5 (0.86e9 parameters) and about 100 s for SDXL (2.6e9)."""
+"""Compiling took 50 to 60 s for SD1.5 (0.86e9 parameters), whole or by blocks, and about 100 s for SDXL (2.6e9)."""
 DECODE_GAIN_S = 35e-9
 """Seconds per pixel that a compiled VAE saves: 77 ms against 35 ms for 1024x1024."""
 DECODE_COMPILE_S = 40.0
 LAUNCH_BOUND_S = 0.025
 """An eager evaluation is never faster: Python launches its kernels one by one."""
+UNCAPTURED = 1.02
+"""How much longer an evaluation takes whose kernels Python launches, beyond the bound: 1.01 to 1.03 were measured."""
 CAPTURE_EVALUATIONS = 9
 """A capture runs about as many: warm-ups, the record, and the check against eager."""
+CHECK_EVALUATIONS = 5
+"""Compiled kernels without a capture are called once and then checked."""
 _SURPLUS = 1.2
 """What is paid must be earned back this many times."""
 _PROBES = 3
@@ -48,16 +54,17 @@ class Choice:
     """What a run has settled for one kind of GPU."""
 
     attention: str | None
-    compiled: tuple[str, ...] = ()
-    """Buckets by name."""
-    captured: tuple[str, ...] = ()
-    decodes: tuple[str, ...] = ()
-    """Sizes, as 512x512, whose decoder is compiled."""
+    modes: Mapping[str, str] = field(default_factory=dict)
+    """By the bucket's name; one that is not named runs eager."""
+    decodes: Mapping[str, str] = field(default_factory=dict)
+    """Kernels by the image's size, as 512x512."""
 
     def mode(self, bucket: Bucket) -> str:
         """What `auto` runs a bucket in."""
-        is_compiled, is_captured = str(bucket) in self.compiled, str(bucket) in self.captured
-        return "compiled+graph" if is_compiled else "graph" if is_captured else "eager"
+        return self.modes.get(str(bucket), "eager")
+
+
+_CHOICE = TypeAdapter(Choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,10 @@ class Forecast:
 
     mode: str
     seconds: float
-    """What must be compiled and captured included."""
+    """What must be captured, checked and compiled for it alone included."""
     eager_s: float
+    price: float
+    """`seconds`, but what is paid beforehand counts _SURPLUS times."""
 
 
 class Tuning:
@@ -102,15 +111,16 @@ class Tuning:
         """Whether anything is: then the weights lie in channels-last order, as compiled convolutions want them."""
         assert self._choice is not None
         if self._is_auto:
-            return bool(self._choice.compiled or self._choice.decodes)
-        return "compiled" in self._engine.mode
+            kernels = [mode_of(mode)[0] for mode in self._choice.modes.values()] + [*self._choice.decodes.values()]
+            return any(one != "eager" for one in kernels)
+        return mode_of(self._engine.mode)[0] != "eager"
 
-    def decodes_compiled(self, width: int, height: int) -> bool:
-        """Whether images of a size are decoded by compiled code."""
+    def decode_kernels(self, width: int, height: int) -> str:
+        """The kernels that images of a size are decoded by."""
         assert self._choice is not None
         if self._is_auto:
-            return f"{width}x{height}" in self._choice.decodes
-        return "compiled" in self._engine.mode
+            return self._choice.decodes.get(f"{width}x{height}", "eager")
+        return mode_of(self._engine.mode)[0]
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -137,12 +147,9 @@ class Tuning:
         if not self._is_auto:
             return Choice(fastest)
         compile_s, work = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters, self._context.work
-        self._forecasts = {one: forecast(one, work[one], bucket, timed[fastest], compile_s) for one in work}
-        named = {
-            mode: tuple(str(one) for one, told in self._forecasts.items() if told.mode == mode)
-            for mode in ("compiled+graph", "graph")
-        }
-        return Choice(fastest, named["compiled+graph"], named["graph"], decodes_that_pay(work))
+        self._forecasts = forecasts(work, bucket, timed[fastest], compile_s)
+        modes = {str(one): told.mode for one, told in self._forecasts.items() if told.mode != "eager"}
+        return Choice(fastest, modes, decodes_that_pay(work))
 
     def _time(self, name: str, probe: Callable[[], object]) -> float:
         """Median seconds of an eager evaluation."""
@@ -165,8 +172,10 @@ class Tuning:
             names = "; ".join(str(one) for one in buckets[:_NAMED])
             more = f" and {len(buckets) - _NAMED:,} more" if len(buckets) > _NAMED else ""
             self._context.say(f"mode {mode} {self._predicted(buckets)}for {names}{more}")
-        if choice.decodes:
-            self._context.say(f"mode compiled for decoding {listed(choice.decodes)}")
+        for kernels in sorted(set(choice.decodes.values())):
+            sizes = [size for size, one in choice.decodes.items() if one == kernels]
+            more = f" and {len(sizes) - _NAMED:,} more" if len(sizes) > _NAMED else ""
+            self._context.say(f"mode {kernels} for decoding {listed(sizes[:_NAMED])}{more}")
 
     def _predicted(self, buckets: Sequence[Bucket]) -> str:
         told = [self._forecasts[one] for one in buckets if one in self._forecasts]
@@ -175,37 +184,67 @@ class Tuning:
         return f"(predicted {sum(one.seconds for one in told):.0f} s, eager {sum(one.eager_s for one in told):.0f} s) "
 
 
-def forecast(bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float) -> Forecast:
-    """The mode that is done first with what is left, if what must be paid beforehand counts _SURPLUS times.
+def forecasts(
+    work: Mapping[Bucket, Work], measured: Bucket, measured_s: float, compile_s: float
+) -> dict[Bucket, Forecast]:
+    """The mode of each bucket. Blocks are compiled once for all of them, so they are allowed where all that they save
+    pays for that."""
+
+    def told(*kernels: str) -> dict[Bucket, Forecast]:
+        return {one: forecast(one, left, measured, measured_s, compile_s, kernels) for one, left in work.items()}
+
+    without, regional = told("eager", "compiled"), told("eager", "regional", "compiled")
+    saved = sum(without[one].price - regional[one].price for one in work)
+    return regional if saved > _SURPLUS * compile_s else without
+
+
+def forecast(
+    bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float, kernels: Sequence[str]
+) -> Forecast:
+    """The mode of the given kernels that is done first with what is left, if what must be paid beforehand counts
+    _SURPLUS times; compiling blocks is not in it.
 
     `measured_s` is an eager evaluation of one bucket; others are taken to be in proportion to their pixels.
     """
-    kernel_s = measured_s * bucket.pixels / measured.pixels
-    eager_s = max(kernel_s, LAUNCH_BOUND_S)
-    capture_s = CAPTURE_EVALUATIONS * eager_s
-    options = {
-        "eager": (left.evaluations * eager_s, 0.0),
-        "graph": (left.evaluations * kernel_s, capture_s),
-        "compiled+graph": (left.evaluations * kernel_s * COMPILED_SHARE, compile_s + capture_s),
-    }
-    mode = min(options, key=lambda name: options[name][0] + _SURPLUS * options[name][1])
-    return Forecast(mode, sum(options[mode]), sum(options["eager"]))
+    pixels_s = measured_s * bucket.pixels / measured.pixels
+    launched_s = max(pixels_s, LAUNCH_BOUND_S)
+    options: dict[str, tuple[float, float]] = {}
+    for one in kernels:
+        compiling_s = compile_s if one == "compiled" else 0.0
+        checked = 0 if one == "eager" else CHECK_EVALUATIONS
+        kernel_s = pixels_s * SHARES[one]
+        # How far compiled kernels are launched faster depends on the host: taken to be no faster.
+        plain_s = max(UNCAPTURED * kernel_s, LAUNCH_BOUND_S)
+        options[one] = left.evaluations * plain_s, compiling_s + checked * launched_s
+        captured = "graph" if one == "eager" else f"{one}+graph"
+        options[captured] = left.evaluations * kernel_s, compiling_s + CAPTURE_EVALUATIONS * launched_s
+    if bucket.rows == 1:
+        # A single row of the network has code of its own.
+        options = {mode: cost for mode, cost in options.items() if not mode.startswith("regional")}
+    prices = {mode: steady_s + _SURPLUS * paid_s for mode, (steady_s, paid_s) in options.items()}
+    mode = min(prices, key=lambda name: prices[name])
+    return Forecast(mode, sum(options[mode]), sum(options["eager"]), prices[mode])
 
 
-def decodes_that_pay(work: Mapping[Bucket, Work]) -> tuple[str, ...]:
-    """Sizes of which so many images are left that compiling their decoder pays."""
+def decodes_that_pay(work: Mapping[Bucket, Work]) -> dict[str, str]:
+    """The kernels of sizes whose decoder is worth compiling: whole for one with so many images left that it alone pays,
+    else by blocks, once, if all that are left do."""
     pixels = Counter[str]()
     for bucket, left in work.items():
         width, height = bucket.group.width, bucket.group.height
         pixels[f"{width}x{height}"] += left.batches * bucket.size * width * height
-    return tuple(size for size, num in pixels.items() if num * DECODE_GAIN_S > _SURPLUS * DECODE_COMPILE_S)
+    least = _SURPLUS * DECODE_COMPILE_S / DECODE_GAIN_S
+    whole = [size for size, num in pixels.items() if num > least]
+    others = [size for size in pixels if size not in whole]
+    if sum(pixels[size] for size in others) <= least:
+        others = []
+    return dict.fromkeys(whole, "compiled") | dict.fromkeys(others, "regional")
 
 
 def _choice(settled: str) -> Choice:
     """A choice that a slot holds. Raises UsageError if it is none."""
     try:
-        fields = json.loads(settled)
-        lists = {name: tuple(map(str, fields[name])) for name in ("compiled", "captured", "decodes")}
-        return Choice(fields["attention"], **lists)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"the modes that this run has settled cannot be read ({error!r}); start a new run") from None
+        return _CHOICE.validate_json(settled)
+    except ValidationError as error:
+        what = error.errors()[0]["msg"]
+        raise UsageError(f"the modes that this run has settled cannot be read ({what}); start a new run") from None

@@ -45,6 +45,12 @@ class Family(Protocol):
     decoder: Network
     """The call of the VAE that makes images `[B, 3, H, W]` of its own latents."""
     encoders: Sequence[torch.nn.Module]
+    blocks: tuple[type[torch.nn.Module], ...]
+    """What network and VAE are built of for the most part, to be compiled by itself."""
+    channels: int
+    """Of the latents."""
+    sample_side: int
+    """Height and width of the latents that the network was trained on."""
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
         """The texts that these rows' conditioning needs."""

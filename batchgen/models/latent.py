@@ -8,6 +8,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from diffusers.utils.torch_utils import randn_tensor
 from safetensors import SafetensorError
 from torch import Tensor
@@ -33,12 +35,15 @@ class LatentDiffusion:
         self.vae: Any = pipeline.vae
         self.encoders = encoders
         self.decoder: Network = pipeline.vae.decode
+        self.blocks: tuple[type[torch.nn.Module], ...] = (ResnetBlock2D, Transformer2DModel)
+        self.channels: int = pipeline.unet.config.in_channels
+        self.sample_side: int = pipeline.unet.config.sample_size
         self._pipeline = pipeline
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """As Family.noise."""
         scale = self._pipeline.vae_scale_factor
-        shape = (1, self._pipeline.unet.config.in_channels, row.height // scale, row.width // scale)
+        shape = (1, self.channels, row.height // scale, row.width // scale)
         noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
         return noise
 
