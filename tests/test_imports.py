@@ -34,8 +34,8 @@ LAYERS = [
     models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
-    engine.decode engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
-    engine.steps truncation drafts plans
+    engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
+    engine.steps engine.decode truncation drafts plans
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report
