@@ -27,10 +27,11 @@ FILES = FileSystem()
 
 
 class HashedFile(io.RawIOBase):
-    """A new binary file, written front to back, with the sha256 of what was written."""
+    """A new binary file, written front to back, with the sha256 of what was written. Raises FileExistsError, also where
+    the name is that of a link, which would lead elsewhere."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = path.open("xb")
         self._digest = hashlib.sha256()
         self._num_bytes = 0
 
@@ -63,7 +64,8 @@ class HashedFile(io.RawIOBase):
 
 
 def write_table(path: Path, table: pa.Table) -> str:
-    """Write a Parquet file, durable with its name; its sha256."""
+    """Write a Parquet file, durable with its name, in the place of what has it; its sha256."""
+    remove(path)
     with resumable(path):
         file = HashedFile(path)
         try:

@@ -18,7 +18,7 @@ from batchgen.ledger import COMMITTED, Ledger, Receipt, stem
 from batchgen.making import Maker
 from batchgen.metadata import row_table
 from batchgen.owners import Owner
-from batchgen.plans import PlanReader
+from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress
 from batchgen.publish import publish
 from batchgen.records import Batch, Failure, Image, Part
@@ -167,7 +167,7 @@ class Epoch:
             part_bytes=part.bytes,
             part_sha256=part.sha256,
             table_sha256=table_sha256,
-            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
+            cut=tuple(sorted(image.index for image in part.images if image.tokens_dropped)),
             versions=dict(self._place.maker.generator.versions),
         )
 

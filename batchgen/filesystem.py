@@ -212,6 +212,11 @@ class FileSystem:
             return None
         return FileStat(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
 
+    def is_link(self, path: Path) -> bool:
+        """Whether a name is that of a symbolic link."""
+        with resumable(path):
+            return stat.S_ISLNK(os.lstat(path).st_mode) if os.path.lexists(path) else False
+
     def digest(self, path: Path) -> tuple[int, str]:
         """Size in bytes and sha256 of a file, of any size."""
         with resumable(path), path.open("rb") as file:
@@ -221,7 +226,7 @@ class FileSystem:
     def touch(self, path: Path) -> None:
         """Set a file's change time to now, by the file system's clock."""
         with resumable(path):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
 
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from batchgen.ledger import NO_SLOT
 from batchgen.rundir import RunDirectory
 
 SUCCESS = "_SUCCESS"
@@ -25,17 +27,27 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]
 
 
 def is_finished(run: RunDirectory) -> bool:
-    """Whether the marker is there, and each file that it names has the size that it names."""
-    files = (_read(run) or {}).get("files")
-    if not isinstance(files, dict):
+    """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it
+    names."""
+    marker = _read(run)
+    if marker is None or marker.get("plan") != run.index().number:
         return False
-    found = {name: run.files.stat(run.path / name) for name in files}
-    return {name: one and one.size for name, one in found.items()} == {name: one[0] for name, one in files.items()}
+    return all(_size(run, name) == size for name, (size, _) in _files(marker).items())
+
+
+def _size(run: RunDirectory, name: str) -> int | None:
+    found = run.files.stat(run.path / name)
+    return found.size if found else None
+
+
+def _files(marker: Mapping[str, Any]) -> Mapping[str, tuple[int, str]]:
+    return {name: (int(size), str(sha256)) for name, (size, sha256) in marker["files"].items()}
 
 
 def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
-    for name, (size, sha256) in ((_read(run) or {}).get("files") or {}).items():
+    marker = _read(run)
+    for name, (size, sha256) in (_files(marker) if marker else {}).items():
         if run.files.stat(run.path / name) is None:
             yield name, "missing"
         elif run.files.digest(run.path / name) != (size, sha256):
@@ -45,7 +57,7 @@ def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
 def _read(run: RunDirectory) -> dict[str, Any] | None:
     """None if there is none that can be read."""
     try:
-        content = json.loads(run.files.read(run.path / SUCCESS) or b"")
-    except (ValueError, RecursionError):
+        content: dict[str, Any] = json.loads(run.files.read(run.path / SUCCESS) or b"")
+        return None if any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content)) else content
+    except NO_SLOT:
         return None
-    return content if isinstance(content, dict) else None

@@ -15,7 +15,7 @@ from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
 from batchgen.heart import Heart
 from batchgen.ledger import ShardState, stem
-from batchgen.plans import batches
+from batchgen.plan_reader import batches
 from batchgen.records import Batch, Failure
 
 POLL_S = 1.0
@@ -88,8 +88,7 @@ class Worker:
         if self.place.stop.is_asked:
             return False
         state = self._claimable(shard)
-        num_rows = self.place.reader.index.shard_rows[shard - self.place.reader.index.first_shard]
-        if state is None or len(state.settled) >= num_rows:
+        if state is None or not self.place.reader.index.left(state):
             return state is not None
         return self._claim(shard, state.epoch) and self._work_on(state)
 
@@ -98,8 +97,7 @@ class Worker:
         place = self.place
         while True:
             state = place.ledger.state(shard)
-            num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
-            if not state.is_claimed or len(state.settled) >= num_rows:
+            if not state.is_claimed or not place.reader.index.left(state):
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)
             if reason is None:
@@ -122,7 +120,8 @@ class Worker:
             suspicion = state.suspicion(place.job.run.max_deaths)
             if suspicion.deaths:
                 self._close_former()  # Whatever kills this shard's owners must not take another one's rows along.
-            left = batches(table, place.reader.index.groups, state.settled)
+            index = place.reader.index
+            left = batches(table, index.groups, state.settled | index.gone(shard))
             pending = list(_one_by_one(left) if suspicion.is_row_by_row else left)
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
             place.maker.prepare(pending)

@@ -173,6 +173,9 @@ class SimulatedFiles(FileSystem):
         return found
 
     @told
+    def is_link(self, path: Any) -> bool:
+        return False
+
     def touch(self, path: Any) -> None:
         after = self.world.step("touch", path)
         found = self._seen(path)
