@@ -65,14 +65,18 @@ class HashedFile(io.RawIOBase):
 
 def write_table(path: Path, table: pa.Table) -> str:
     """Write a Parquet file, durable with its name, in the place of what has it; its sha256."""
-    remove(path)
     with resumable(path):
+        if os.path.lexists(path):
+            path.unlink()
         file = HashedFile(path)
         try:
             pq.write_table(table, file, compression="zstd")
             file.close_durably()
-        finally:
-            file.close()
+        except BaseException:
+            with suppress(OSError):  # Closing writes what is still buffered.
+                file.close()
+            remove(path)
+            raise
         FILES.sync_folder(path.parent)
     return file.hexdigest()
 

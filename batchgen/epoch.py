@@ -192,3 +192,11 @@ class Epoch:
         self._count(-made, -failed)
         self._part.discard()
         remove(place.ledger.table_path(self._shard, self._number))
+
+
+def clear_work(ledger: Ledger, shard: int, epoch: int) -> None:
+    """Remove what lies in the work folder of an epoch whose receipt names none of it: a full disk has better use for
+    the room."""
+    for name in ledger.files.names(ledger.root / "work"):
+        if name.split(".")[0] == stem(shard, epoch):
+            remove(ledger.root / "work" / name)

@@ -85,7 +85,12 @@ class FileSystem:
         """
         temp = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         with resumable(path):
-            self.write(temp, content)
+            try:
+                self.write(temp, content)
+            except Interrupted:
+                with suppress(Interrupted):
+                    self.remove(temp)  # A full disk has better use for its room.
+                raise
             try:
                 self.link(temp, path)
                 is_ours = True
@@ -223,10 +228,10 @@ class FileSystem:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), sha256
 
-    def touch(self, path: Path) -> None:
-        """Set a file's change time to now, by the file system's clock."""
+    def touch(self, path: Path, at_s: float | None = None) -> None:
+        """Set a file's change time: to now, by the file system's clock, or to a time. It needs no room on the disk."""
         with resumable(path):
-            os.utime(path, follow_symlinks=False)
+            os.utime(path, None if at_s is None else (at_s, at_s), follow_symlinks=False)
 
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""

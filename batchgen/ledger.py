@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.owners import Owner, gone_because
 
@@ -23,6 +25,8 @@ CLOCK_S = 60.0
 FOLDERS = ("plan", "claims", "work", "receipts", "modes", "mended")
 """Of the bookkeeping."""
 TABLE_SUFFIX = ".rows.parquet"
+GIVEN_BACK_S = 1.0
+"""The change time of a claim whose owner stopped and could not put its receipt."""
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
 NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What comes of reading bytes that are no slot's content."""
@@ -185,12 +189,21 @@ class Ledger:
         return self._put(self.receipt_path(receipt.shard, receipt.epoch), _content(receipt))
 
     def release(self, shard: int, epoch: int) -> bool:
-        """Give an epoch back without a row."""
-        return self.commit(Receipt(RELEASED, shard, epoch, self._me))
+        """Give an epoch back without a row. On a disk that has no room for that, the claim at least is left as one that
+        was given back, before Interrupted is raised."""
+        try:
+            return self.commit(Receipt(RELEASED, shard, epoch, self._me))
+        except Interrupted:
+            with suppress(Interrupted, FileNotFoundError):
+                self.files.touch(self.claim_path(shard, epoch), GIVEN_BACK_S)
+            raise
 
     def abandon(self, shard: int, epoch: int) -> bool:
-        """Close the epoch of an owner that is thought dead; False if it has a receipt by now."""
-        return self.commit(Receipt(ABANDONED, shard, epoch, self._me))
+        """Close the epoch of an owner that is thought dead; False if it has a receipt by now. One that could only leave
+        word that it gives the epoch back has not died of it."""
+        claim = self.files.stat(self.claim_path(shard, epoch))
+        is_given_back = claim is not None and claim.mtime_s == GIVEN_BACK_S
+        return self.commit(Receipt(RELEASED if is_given_back else ABANDONED, shard, epoch, self._me))
 
     def heartbeat(self, shard: int, epoch: int) -> None:
         self.files.touch(self.claim_path(shard, epoch))

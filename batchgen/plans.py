@@ -13,6 +13,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,7 @@ import pyarrow.parquet as pq
 
 from batchgen.disk import remove
 from batchgen.drafts import Draft, new_rows, row_schema
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, load_index
 from batchgen.planner import Cut
@@ -82,15 +83,19 @@ def put_plan(root: Path, files: FileSystem, number: int, write: Callable[[Path],
     token = secrets.token_hex(8)
     folder, slot = root / f"{number}-{token}", root / f"{number}.json"
     try:
-        if files.put_if_absent(slot, write(folder).to_bytes(token)):
-            return _existing(root, files)
+        index = write(folder)
     except FileNotFoundError:
         # The folder of a plan that lost is swept when the run of the one that won is finalized.
         if files.read(slot) is None:
             raise
-    except UsageError:
-        remove(folder)
+    except Exception:
+        # No index names it; a disk that is full has better use for its room.
+        with suppress(Interrupted):
+            remove(folder)
         raise
+    else:
+        if files.put_if_absent(slot, index.to_bytes(token)):
+            return _existing(root, files)
     remove(folder)
     return _existing(root, files)
 

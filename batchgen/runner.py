@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
@@ -15,7 +15,7 @@ from batchgen.balance import Balance, take_balance
 from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.epoch import Workplace
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.finalize import finalize
 from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
@@ -97,12 +97,27 @@ def run_planned(
     """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
     Raises as `run_job`."""
     stop = stop or Stop()
-    while True:
-        balance = _work_off(run, index, job, stop, on_opened, progress, opener, may_wait=may_wait)
-        newer = run.index()
-        if newer.number == index.number:
-            return Ending(balance, stop.signal_name, may_wait)
-        index = newer
+    with _present(run):
+        while True:
+            balance = _work_off(run, index, job, stop, on_opened, progress, opener, may_wait=may_wait)
+            newer = run.index()
+            if newer.number == index.number:
+                return Ending(balance, stop.signal_name, may_wait)
+            index = newer
+
+
+@contextmanager
+def _present(run: RunDirectory) -> Iterator[None]:
+    """Whatever comes of a run directory that has vanished, as the mount that it lay on has: it stops the run."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Interrupted) or run.files.stat(run.plans / "0.json") is not None:
+            raise
+        raise Interrupted(
+            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount it "
+            "again. Everything committed is kept; run the same command again then"
+        ) from error
 
 
 def _work_off(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchgen.epoch import Epoch, Workplace
+from batchgen.epoch import Epoch, Workplace, clear_work
 from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
 from batchgen.heart import Heart
@@ -66,7 +66,8 @@ class Worker:
             heart.stop(waits=isinstance(error, Exception))
             if not is_lost:
                 with suppress(Interrupted):
-                    self.place.ledger.release(shard, number)
+                    if self.place.ledger.release(shard, number):
+                        clear_work(self.place.ledger, shard, number)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + POLL_S
@@ -103,7 +104,8 @@ class Worker:
             if reason is None:
                 return None
             place.progress.say(f"shard {stem(shard, state.epoch)} is taken over: {reason}")
-            place.ledger.abandon(shard, state.epoch)
+            if place.ledger.abandon(shard, state.epoch):
+                clear_work(place.ledger, shard, state.epoch)
 
     def _claim(self, shard: int, epoch: int) -> bool:
         """Whether an epoch is ours now, and its heart beats; False if another was first."""
