@@ -96,6 +96,8 @@ class FileSystem:
                 is_ours = True
             except OSError:
                 settled = self.read(path)
+                if settled is None and self.is_link(path):
+                    raise UsageError(f"{path} is a symbolic link to nowhere; remove it") from None
                 if settled is None:
                     raise
                 is_ours = settled == content

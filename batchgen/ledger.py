@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.owners import Owner, gone_because
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 CLOCK_S = 60.0
 FOLDERS = ("plan", "claims", "work", "receipts", "modes", "mended")
@@ -28,8 +29,6 @@ TABLE_SUFFIX = ".rows.parquet"
 GIVEN_BACK_S = 1.0
 """The change time of a claim whose owner stopped and could not put its receipt."""
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
-NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What comes of reading bytes that are no slot's content."""
 MAX_ROWS = 2**20
 """Of a shard: a receipt that names more cannot be one."""
 _PART_SUFFIXES = ("", ".tar", ".parquet")
@@ -182,7 +181,7 @@ class Ledger:
     def claim(self, shard: int, epoch: int) -> bool:
         """Try to become the owner of an epoch that has no claim; False if another was first."""
         path = self.claim_path(shard, epoch)
-        return self._put(path, {"shard": shard, "epoch": epoch, **asdict(self._me)})
+        return self._put(path, {"shard": shard, "epoch": epoch, "owner": asdict(self._me)})
 
     def commit(self, receipt: Receipt) -> bool:
         """Settle the rows of a receipt, whose part and row table are durable; False if the epoch was taken away."""
@@ -251,7 +250,7 @@ class Ledger:
         return self.owner
 
     def _put(self, path: Path, content: Mapping[str, Any]) -> bool:
-        return self.files.put_if_absent(path, json.dumps({"token": self._me.token, **content}).encode())
+        return self.files.put_if_absent(path, sealed(self._me.token, content))
 
 
 _ROWS = ("ok", "failed", "cut")
@@ -268,8 +267,7 @@ def _content(receipt: Receipt) -> dict[str, Any]:
 
 def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
     try:
-        fields = json.loads(content)
-        del fields["token"]
+        fields = unsealed(content)
         fields |= {name: indices(fields[name]) for name in _ROWS}
         receipt = _RECEIPT.validate_json(json.dumps(fields), strict=True)
         if (receipt.shard, receipt.epoch) == (shard, epoch) and _is_sound(receipt):
@@ -291,9 +289,7 @@ def _is_sound(receipt: Receipt) -> bool:
 
 def _claim(content: bytes | None) -> Claim | None:
     try:
-        fields = json.loads(content or b"")
-        place = {"shard": fields.pop("shard"), "epoch": fields.pop("epoch")}
-        return _CLAIM.validate_json(json.dumps({**place, "owner": fields}), strict=True)
+        return _CLAIM.validate_json(json.dumps(unsealed(content or b"")), strict=True)
     except NO_SLOT:
         return None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.ledger import NO_SLOT
 from batchgen.rundir import RunDirectory
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 SUCCESS = "_SUCCESS"
 
@@ -21,8 +20,9 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]
     if _read(run) == content:
         return
     # Renamed over the old one: a finisher that wakes late must not take a good marker away, if only for a moment.
-    temp = run.root / f"marker.{secrets.token_hex(4)}.tmp"
-    run.files.write(temp, json.dumps(content).encode())
+    token = secrets.token_hex(8)
+    temp = run.root / f"marker.{token}.tmp"
+    run.files.write(temp, sealed(token, content))
     run.files.replace(temp, run.path / SUCCESS)
 
 
@@ -57,7 +57,7 @@ def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
 def _read(run: RunDirectory) -> dict[str, Any] | None:
     """None if there is none that can be read."""
     try:
-        content: dict[str, Any] = json.loads(run.files.read(run.path / SUCCESS) or b"")
+        content = unsealed(run.files.read(run.path / SUCCESS) or b"")
         return None if any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content)) else content
     except NO_SLOT:
         return None

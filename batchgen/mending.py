@@ -7,7 +7,6 @@ a write-once slot, `.run/mended/<shard>-<epoch>.<plan>`, and put in the old one'
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,13 +22,14 @@ from batchgen.disk import remove
 from batchgen.errors import BatchgenError
 from batchgen.filesystem import resumable
 from batchgen.formats import CONTAINERS, Member, folder_digest
-from batchgen.ledger import NO_SLOT, Ledger, Receipt
+from batchgen.ledger import Ledger, Receipt
 from batchgen.parts import part_reader
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader, rows_of
 from batchgen.publish import publish, published
 from batchgen.records import Written
 from batchgen.rundir import RunDirectory
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,7 @@ def _slot_path(run: RunDirectory, receipt: Receipt, plan: int) -> Path:
 
 
 def _slot_bytes(token: str, file: str, content: Content) -> bytes:
-    fields = {"token": token, "file": file, "bytes": content.num_bytes, "sha256": content.sha256}
-    return json.dumps(fields).encode()
+    return sealed(token, {"file": file, "bytes": content.num_bytes, "sha256": content.sha256})
 
 
 def _read(run: RunDirectory, path: Path) -> _Slot | None:
@@ -204,7 +203,7 @@ def _read(run: RunDirectory, path: Path) -> _Slot | None:
     if content is None:
         return None
     try:
-        fields = json.loads(content)
+        fields = unsealed(content)
         file, size, sha256 = fields["file"], fields["bytes"], fields["sha256"]
         if isinstance(file, str) and isinstance(size, int) and isinstance(sha256, str) and Path(file).name == file:
             return _Slot(file, Content(size, sha256))

@@ -18,8 +18,9 @@ from pydantic import ConfigDict, TypeAdapter
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
-from batchgen.ledger import NO_SLOT, Receipt, ShardState, indices
+from batchgen.ledger import Receipt, ShardState, indices
 from batchgen.records import Bucket, Group, Work
+from batchgen.slots import NO_SLOT, sealed, unsealed
 from batchgen.wording import shorten
 
 _EXACT = ConfigDict(extra="forbid")
@@ -156,14 +157,12 @@ class PlanIndex:
         }
 
     def to_bytes(self, token: str) -> bytes:
-        return json.dumps({"token": token, **asdict(self)}, ensure_ascii=False).encode()
+        return sealed(token, asdict(self))
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> PlanIndex:
         try:
-            fields = json.loads(content)
-            del fields["token"]
-            index = _INDEX.validate_json(json.dumps(fields), strict=True)
+            index = _INDEX.validate_json(json.dumps(unsealed(content)), strict=True)
             _check(index)
         except NO_SLOT as error:
             reason = shorten(" ".join(repr(error).split()), 300)

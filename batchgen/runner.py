@@ -115,8 +115,8 @@ def _present(run: RunDirectory) -> Iterator[None]:
         if isinstance(error, Interrupted) or run.files.stat(run.plans / "0.json") is not None:
             raise
         raise Interrupted(
-            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount it "
-            "again. Everything committed is kept; run the same command again then"
+            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount "
+            "it again. Everything committed is kept; run the same command again then"
         ) from error
 
 

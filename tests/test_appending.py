@@ -128,7 +128,7 @@ def test_a_model_that_has_changed_is_not_used_for_a_retry(tmp_path: Path, monkey
     run = RunDirectory(tmp_path / "run")
     run_job(write(tmp_path / "manifest", TEN), run.path, pattern_job(*OPTIONS), opener=failing("row 3"))
     monkeypatch.setattr("batchgen.rundir.identity", lambda model: {"unet": "another"})
-    with pytest.raises(UsageError, match="model.file:unet: nothing there, another now"):
+    with pytest.raises(UsageError, match=r"model.file:unet: nothing there, another now"):
         job_of(run, run.index())
 
 
@@ -172,9 +172,9 @@ def test_case_26_a_changed_prompt_under_a_known_id_is_refused(tmp_path: Path) ->
     columns = grown({}, 15)
     columns["prompt"][3] = "another one"
     before = bookkeeping(run)
-    with pytest.raises(UsageError, match="row 'row 3': prompt 'prompt 3' there, 'another one' now"):
+    with pytest.raises(UsageError, match=r"row 'row 3': prompt 'prompt 3' there, 'another one' now"):
         run_job(write(tmp_path / "manifest", columns), run.path, job, may_grow=True)
-    with pytest.raises(UsageError, match="sampling.seed: 0 there, 1 now"):
+    with pytest.raises(UsageError, match=r"sampling.seed: 0 there, 1 now"):
         run_job(
             write(tmp_path / "manifest", grown({}, 15)),
             run.path,

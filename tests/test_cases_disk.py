@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,10 @@ def test_a_disk_that_becomes_read_only(
     source, out = runs.prompts(tmp_path / "m.parquet", 8), mounted.path / "out"
 
     def freeze() -> None:
-        while True:
-            try:
+        for _ in range(1000):  # Encoders may be just writing.
+            with suppress(OSError):
                 return mounted.remount("ro")
-            except OSError as error:  # An encoder is just writing.
-                assert "busy" in str(error)
+        mounted.remount("ro")
 
     with monkeypatch.context() as patch:
         at_batch(patch, batch, freeze)

@@ -27,7 +27,7 @@ LAYERS = [
     for line in """
     errors version wording
     records
-    job filesystem owners
+    job filesystem owners slots
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base

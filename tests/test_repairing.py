@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
-import pyarrow.parquet as pq
 import pytest
 import webdataset
 
@@ -137,7 +136,7 @@ def test_a_part_that_is_gone_and_a_row_table_that_is_gone(run: RunDirectory, tmp
 
 def test_a_row_table_that_is_altered(run: RunDirectory) -> None:
     ledger = Ledger(run.root, run.files)
-    receipts = [one for one in ledger.committed(run.index().shards)]
+    receipts = list(ledger.committed(run.index().shards))
     path = ledger.table_path(receipts[0].shard, receipts[0].epoch)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert len(mended(run)) == len(receipts[0].ok)
@@ -222,7 +221,7 @@ def test_an_image_that_is_damaged_between_verify_and_repair_is_not_kept(whole: d
     found = verify(run).damaged
     for row in ("row 0", "row 2", "row 3", "row 4", "row 5", "row 6", "row 7", "row 8"):
         damage(run, row, flipped)
-    with pytest.raises(BatchgenError, match="is damaged or missing.*`batchgen verify --repair` has it made again"):
+    with pytest.raises(BatchgenError, match=r"is damaged or missing.*`batchgen verify --repair` has it made again"):
         repair(run, found)
     assert len(mended(run)) == 9
 
