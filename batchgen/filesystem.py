@@ -29,7 +29,7 @@ _RESUMABLE = {
     errno.ETIMEDOUT: "the file system does not answer",
     errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
-_NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """A path that cannot be used as it is named."""
 
 

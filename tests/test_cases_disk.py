@@ -107,7 +107,7 @@ def test_a_disk_that_becomes_read_only(
         for _ in range(1000):  # Encoders may be just writing.
             with suppress(OSError):
                 return mounted.remount("ro")
-        mounted.remount("ro")
+        return mounted.remount("ro")
 
     with monkeypatch.context() as patch:
         at_batch(patch, batch, freeze)
