@@ -295,6 +295,8 @@ def test_a_folder_that_leads_out_is_refused(memory: Path, finished: Path, name: 
     assert others(memory) == before
 
 
+TARGETS = ["folder", "file", "nothing"]
+SLOTS_LINKED = (".run/claims/00000-0", ".run/receipts/00000-0", ".run/plan/0.json")
 NOT_FOLLOWED = [
     *(
         "metadata.parquet",
@@ -315,8 +317,11 @@ NOT_FOLLOWED = [
 ]
 
 
-@pytest.mark.parametrize("name", NOT_FOLLOWED)
-@pytest.mark.parametrize("target", ["folder", "file", "nothing"])
+LINKS = [(name, target) for name in NOT_FOLLOWED if name in SLOTS_LINKED for target in TARGETS]
+LINKS += [(name, TARGETS[place % 3]) for place, name in enumerate(NOT_FOLLOWED) if name not in SLOTS_LINKED]
+
+
+@pytest.mark.parametrize(("name", "target"), LINKS)
 def test_a_link_among_the_files_is_not_followed(memory: Path, finished: Path, name: str, target: str) -> None:
     outside, mine = links(memory)
     out = memory / "out"
