@@ -58,6 +58,7 @@ def _read(run: RunDirectory) -> dict[str, Any] | None:
     """None if there is none that can be read."""
     try:
         content = unsealed(run.files.read(run.path / SUCCESS) or b"")
-        return None if any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content)) else content
+        leads_out = any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content))
+        return None if leads_out else content
     except NO_SLOT:
         return None
