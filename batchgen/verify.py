@@ -124,7 +124,8 @@ def _check_part(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Re
         table = table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
     except (OSError, ValueError) as error:
         what = f"unreadable: its row table or itself is gone ({error})"
-        return Checked(receipt, len(made), (Fault(f"data/{receipt.part}", "", 0, what),), rows)
+        place = f"data/{receipt.part}" if receipt.part else f".run/work/{path.name}"
+        return Checked(receipt, len(made), (Fault(place, "", 0, what),), rows)
     return _check_images(run, index, receipt, table)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -365,14 +367,21 @@ def test_a_finalizer_that_knows_one_plan_less(memory: Path) -> None:
 
 
 def test_workers_go_on_with_what_is_appended_while_they_run(tmp_path: Path) -> None:
-    rows = [{"id": f"row-{n}", "prompt": "fault: slow 0.1"} for n in range(16)]
+    rows = [{"id": f"row-{n}", "prompt": "fault: slow 0.2"} for n in range(16)]
     out, options = tmp_path / "out", ("--set", "plan.shard_images=2", "--set", "model.variant=faults")
     source = runs.manifest(tmp_path / "m.parquet", rows[:10])
     workers = [runs.start(source, out, *options) for _ in range(2)]
     while not list(out.glob(".run/receipts/*")):
         assert workers[0].is_running
+    for one in workers:
+        one.signal(signal.SIGSTOP)
     larger = runs.manifest(tmp_path / "larger.parquet", rows)
     appended = runs.start(larger, out, *options, "--extend")
+    while not (out / ".run/plan/1.json").exists():
+        assert appended.is_running
+        time.sleep(0.01)
+    for one in workers:
+        one.signal(signal.SIGCONT)
     ended = [one.wait() for one in (*workers, appended)]
     line = "16 rows = 16 done + 0 failed + 0 rejected + 0 outstanding"
     assert [(one.code, one.closing_line) for one in ended] == [(0, line)] * 3, ended
