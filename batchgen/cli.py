@@ -1,28 +1,24 @@
-"""The command line: the only place that prints and exits."""
+"""The command line: with `console`, the only place that prints and exits."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from batchgen.bench.commands import bench
-from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.console import end_planned, say, work
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.version import VERSION
-from batchgen.wording import counted
+from batchgen.wording import counted, listed
 
 if TYPE_CHECKING:
-    from batchgen.balance import Balance
     from batchgen.job import Job
-    from batchgen.progress import Display
     from batchgen.rundir import Planned
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -79,7 +75,8 @@ def cli() -> None:
     "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
-def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
+@click.option("--extend", is_flag=True, help="Append the rows that MANIFEST has more than the run.")
+def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool, **options: Any) -> NoReturn:
     """Make all rows of MANIFEST; the same command resumes.
 
     \b
@@ -87,42 +84,22 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
     """
     from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
-    from batchgen.stopping import Stop, StopNow, listening
 
     job = _job(options)
     directory = out or default_directory(manifest)
-    with listening(Stop()) as stop:
-        try:
-            ending = run_job(
-                manifest,
-                directory,
-                job,
-                may_wait=not no_wait,
-                stop=stop,
-                on_planned=lambda planned: _say_planned(planned, job),
-                on_reading=reading_bar(),
-                on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
-                progress=_display,
-            )
-        except StopNow:
-            _end_now(directory, stop.signal_name)
-        except UsageError:
-            raise
-        except Exception as error:
-            _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
-            _say_balance(directory)
-            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
-    for holder in ending.balance.holders:
-        _say(
-            f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
-            f"heard {holder.heartbeat_age_s:.0f} s ago"
-        )
-    if ending.balance.cut:
-        _say(ending.balance.cut_note())
-    if ending.stopped_by and ending.balance.outstanding:
-        _say(f"stopped by {ending.stopped_by}; the same command goes on")
-    click.echo(ending.balance.line())
-    sys.exit(ending.exit_code)
+    work(
+        directory,
+        lambda seen: run_job(
+            manifest,
+            directory,
+            job,
+            may_wait=not no_wait,
+            may_grow=extend,
+            on_planned=lambda planned: _say_planned(planned, job),
+            on_reading=reading_bar(),
+            **seen,
+        ),
+    )
 
 
 @cli.command()
@@ -173,26 +150,68 @@ def status(directory: Path, as_json: bool) -> None:
         click.echo(status_text(index, balance, is_finalized=is_finalized))
 
 
+_plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, and let `run` make its rows.")
+
+
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-def verify(directory: Path) -> NoReturn:
+@click.option("--repair", is_flag=True, help="Make damaged images again, and no others.")
+@_plan_only
+def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     """Read all images in DIRECTORY again and name the faults.
 
     \b
-    Example: batchgen verify prompts-out
+    Example: batchgen verify prompts-out --repair
     """
     from tqdm import tqdm
 
+    from batchgen.appending import job_of
+    from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
+    from batchgen.runner import run_planned
     from batchgen.verify import verify as verify_run
 
+    if plan_only and not repair:
+        raise UsageError("--plan-only says what --repair does not do; give both")
+    run = RunDirectory(directory)
     with tqdm(unit="img", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
-        found = verify_run(RunDirectory(directory), bar.update)
+        found = verify_run(run, bar.update)
     for fault in found.faults:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
     click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
-    sys.exit(3 if found.faults else 0)
+    if not (repair and found.faults):
+        sys.exit(3 if found.faults else 0)
+    job = job_of(run, run.index())
+    left = [fault.place for fault in found.faults if not fault.is_curable]
+    if left:
+        say(f"not the run's, and left alone: {listed(left)}")
+    index = repair_run(run, found.damaged)
+    if plan_only:
+        end_planned(directory)
+    work(directory, lambda seen: run_planned(run, index, job, **seen))
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@_plan_only
+def retry(directory: Path, plan_only: bool) -> NoReturn:
+    """Try the failed rows of the run in DIRECTORY again.
+
+    \b
+    Example: batchgen retry prompts-out
+    """
+    from batchgen.appending import append_rows, failed, job_of
+    from batchgen.rundir import RunDirectory
+    from batchgen.runner import run_planned
+
+    run = RunDirectory(directory)
+    index = run.index()
+    job = job_of(run, index)
+    index = append_rows(run, index, failed(run, index))
+    if plan_only:
+        end_planned(directory)
+    work(directory, lambda seen: run_planned(run, index, job, **seen))
 
 
 @cli.command()
@@ -207,7 +226,9 @@ def finalize(directory: Path, partial: bool) -> None:
     from batchgen.finalize import finalize as finalize_run
     from batchgen.rundir import RunDirectory
 
-    click.echo(finalize_run(RunDirectory(directory), is_partial=partial).line())
+    balance = finalize_run(RunDirectory(directory), is_partial=partial)
+    assert balance is not None
+    click.echo(balance.line())
 
 
 cli.add_command(bench)
@@ -229,7 +250,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 
     imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
     for note in imported.notes:
-        _say(note)
+        say(note)
     click.echo(f"{counted(imported.rows, 'row')} in {out}, columns {', '.join(imported.columns)}")
 
 
@@ -244,7 +265,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except BatchgenError as error:
-        _say(f"batchgen: {error}")
+        say(f"batchgen: {error}")
         sys.exit(error.exit_code)
     sys.exit(0)
 
@@ -271,50 +292,16 @@ def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
     return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
 
 
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
 def _say_notes(planned: Planned) -> None:
     for note in planned.notes:
-        _say(f"note: {note}")
+        say(f"note: {note}")
     num_rejected = planned.draft.survey.num_rejected
     if num_rejected:
-        _say(planned.rejections.message(num_rejected, is_skipped=True))
+        say(planned.rejections.message(num_rejected, is_skipped=True))
 
 
 def _say_planned(planned: Planned, job: Job) -> None:
     from batchgen.report import plan_text
 
     _say_notes(planned)
-    _say(plan_text(planned.draft, job))
-
-
-@contextmanager
-def _display(balance: Balance) -> Iterator[Display]:
-    from batchgen.progress import Display
-
-    total = balance.done + balance.failed + balance.outstanding
-    with Display(total, balance.done, balance.failed) as display:
-        yield display
-
-
-def _say_balance(directory: Path) -> None:
-    """The closing line where the run itself could not reach it; what cannot be read any more is said."""
-    from batchgen.balance import take_balance
-    from batchgen.ledger import Ledger
-    from batchgen.rundir import RunDirectory
-
-    run = RunDirectory(directory)
-    try:
-        click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
-    except (BatchgenError, OSError) as error:
-        _say(f"the run directory cannot be read now ({error}); the balance is not known")
-
-
-def _end_now(directory: Path, signal_name: str) -> NoReturn:
-    """End without waiting for any thread: what is not committed is dropped."""
-    _say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
-    _say_balance(directory)
-    sys.stdout.flush()
-    os._exit(Interrupted.exit_code)
+    say(plan_text(planned.draft, job))

@@ -18,7 +18,7 @@ from batchgen.ledger import COMMITTED, Ledger, Receipt, stem
 from batchgen.making import Maker
 from batchgen.metadata import row_table
 from batchgen.owners import Owner
-from batchgen.plans import PlanReader
+from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress
 from batchgen.publish import publish
 from batchgen.records import Batch, Failure, Image, Part
@@ -167,7 +167,7 @@ class Epoch:
             part_bytes=part.bytes,
             part_sha256=part.sha256,
             table_sha256=table_sha256,
-            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
+            cut=tuple(sorted(image.index for image in part.images if image.tokens_dropped)),
             versions=dict(self._place.maker.generator.versions),
         )
 
@@ -192,3 +192,11 @@ class Epoch:
         self._count(-made, -failed)
         self._part.discard()
         remove(place.ledger.table_path(self._shard, self._number))
+
+
+def clear_work(ledger: Ledger, shard: int, epoch: int) -> None:
+    """Remove what lies in the work folder of an epoch whose receipt names none of it: a full disk has better use for
+    the room."""
+    for name in ledger.files.names(ledger.root / "work"):
+        if name.split(".")[0] == stem(shard, epoch):
+            remove(ledger.root / "work" / name)

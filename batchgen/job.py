@@ -7,6 +7,7 @@ refused by pydantic and told in one sentence each.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class Plan(_Table):
     """The allowed batch sizes; None is the powers of two up to `max_batch`."""
     max_batch: _Few | None = None
     """None: as many rows as the memory model allows, at most 32."""
-    shard_images: _PositiveInt | None = None
+    shard_images: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Most images in a shard; None is cut by predicted cost."""
     profile: str | None = None
     """JSON file of measured seconds for this GPU and model."""
@@ -146,6 +147,15 @@ def load_job(
     for override in overrides:
         _lay_over(tables, override)
     return _check(tables, "--set", flags or {})
+
+
+def load_stored(content: Mapping[str, Any], path: Path) -> Job:
+    """The job of a plan's index. Raises UsageError, naming `path`, for one of another version."""
+    try:
+        return Job.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        said = _sentence(error.errors()[0], str(path), {})
+        raise UsageError(f"{said}; the run was planned by another version of batchgen") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

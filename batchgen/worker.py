@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchgen.epoch import Epoch, Workplace
+from batchgen.epoch import Epoch, Workplace, clear_work
 from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
 from batchgen.heart import Heart
 from batchgen.ledger import ShardState, stem
-from batchgen.plans import batches
+from batchgen.plan_reader import batches
 from batchgen.records import Batch, Failure
 
 POLL_S = 1.0
@@ -66,7 +66,8 @@ class Worker:
             heart.stop(waits=isinstance(error, Exception))
             if not is_lost:
                 with suppress(Interrupted):
-                    self.place.ledger.release(shard, number)
+                    if self.place.ledger.release(shard, number):
+                        clear_work(self.place.ledger, shard, number)
 
     def _wait(self) -> None:
         deadline = time.monotonic() + POLL_S
@@ -88,8 +89,7 @@ class Worker:
         if self.place.stop.is_asked:
             return False
         state = self._claimable(shard)
-        num_rows = self.place.reader.index.shard_rows[shard - self.place.reader.index.first_shard]
-        if state is None or len(state.settled) >= num_rows:
+        if state is None or not self.place.reader.index.left(state):
             return state is not None
         return self._claim(shard, state.epoch) and self._work_on(state)
 
@@ -98,14 +98,14 @@ class Worker:
         place = self.place
         while True:
             state = place.ledger.state(shard)
-            num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
-            if not state.is_claimed or len(state.settled) >= num_rows:
+            if not state.is_claimed or not place.reader.index.left(state):
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)
             if reason is None:
                 return None
             place.progress.say(f"shard {stem(shard, state.epoch)} is taken over: {reason}")
-            place.ledger.abandon(shard, state.epoch)
+            if place.ledger.abandon(shard, state.epoch):
+                clear_work(place.ledger, shard, state.epoch)
 
     def _claim(self, shard: int, epoch: int) -> bool:
         """Whether an epoch is ours now, and its heart beats; False if another was first."""
@@ -122,7 +122,8 @@ class Worker:
             suspicion = state.suspicion(place.job.run.max_deaths)
             if suspicion.deaths:
                 self._close_former()  # Whatever kills this shard's owners must not take another one's rows along.
-            left = batches(table, place.reader.index.groups, state.settled)
+            index = place.reader.index
+            left = batches(table, index.groups, state.settled | index.gone(shard))
             pending = list(_one_by_one(left) if suspicion.is_row_by_row else left)
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
             place.maker.prepare(pending)

@@ -27,25 +27,29 @@ LAYERS = [
     for line in """
     errors version wording
     records
-    job filesystem owners
+    job filesystem owners slots
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
     models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
+    known plan_index
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
     engine.steps engine.decode truncation drafts plans
+    plan_reader
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report
+    mending appending
     epoch finalize verify
+    repairing
     worker
     runner bench.workload bench.figures
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images
-    bench.commands
+    bench.commands console
     cli
     """.strip().splitlines()
 ]

@@ -132,7 +132,7 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
             f"plan.batch_sizes.0 = {2**70} is not usable: Input should be less than or equal",
         ),
         (f"plan.max_batch={2**70}", "Input should be less than or equal to 4096"),
-        (f"plan.shard_images={2**70}", f"Input should be less than {2**31}"),
+        (f"plan.shard_images={2**70}", f"Input should be less than or equal to {2**20}"),
         (f"sampling.guidance_scale={10**400}", "0000... is not usable: Input should be a valid number"),
         ("plan.batch_sizes=" + "[" * 100_000, "[[... is not usable"),
         ("run.stale_after_s=1e300", "Input should be less than or equal to 1000000000"),

@@ -1,0 +1,95 @@
+"""What the commands that work say, and how they end. Beside `cli`, the only place that prints and exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.wording import counted
+
+if TYPE_CHECKING:
+    from batchgen.balance import Balance
+    from batchgen.progress import Display
+    from batchgen.runner import Ending
+
+
+def say(text: str) -> None:
+    """A line for a person, on standard error."""
+    click.echo(text, err=True)
+
+
+def work(directory: Path, begin: Callable[[dict[str, Any]], Ending]) -> NoReturn:
+    """Let workers run, with signals heard and progress shown, and end as the run ends."""
+    from batchgen.stopping import Stop, StopNow, listening
+
+    with listening(Stop()) as stop:
+        try:
+            seen: dict[str, Any] = {
+                "stop": stop,
+                "on_opened": lambda index, balance: say(f"run directory {directory}: {balance.line()}"),
+                "progress": _display,
+            }
+            ending = begin(seen)
+        except StopNow:
+            end_now(directory, stop.signal_name)
+        except UsageError:
+            raise
+        except Exception as error:
+            say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
+            say_balance(directory)
+            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
+    for holder in ending.balance.holders:
+        say(
+            f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
+            f"heard {holder.heartbeat_age_s:.0f} s ago"
+        )
+    if ending.balance.cut:
+        say(ending.balance.cut_note())
+    if ending.stopped_by and ending.balance.outstanding:
+        say(f"stopped by {ending.stopped_by}; the same command goes on")
+    click.echo(ending.balance.line())
+    sys.exit(ending.exit_code)
+
+
+def end_planned(directory: Path) -> NoReturn:
+    """End where a plan was appended and is not to be worked off yet."""
+    say_balance(directory)
+    sys.exit(0)
+
+
+@contextmanager
+def _display(balance: Balance) -> Iterator[Display]:
+    from batchgen.progress import Display
+
+    total = balance.done + balance.failed + balance.outstanding
+    with Display(total, balance.done, balance.failed) as display:
+        yield display
+
+
+def say_balance(directory: Path) -> None:
+    """The closing line where the run itself could not reach it; what cannot be read any more is said."""
+    from batchgen.balance import take_balance
+    from batchgen.ledger import Ledger
+    from batchgen.rundir import RunDirectory
+
+    run = RunDirectory(directory)
+    try:
+        click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
+    except (BatchgenError, OSError) as error:
+        say(f"the run directory cannot be read now ({error}); the balance is not known")
+
+
+def end_now(directory: Path, signal_name: str) -> NoReturn:
+    """End without waiting for any thread: what is not committed is dropped."""
+    say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
+    say_balance(directory)
+    sys.stdout.flush()
+    os._exit(Interrupted.exit_code)
