@@ -6,63 +6,25 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from batchgen.bench.commands import bench
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import is_utf8
+from batchgen.options import job_of, with_job_options
+from batchgen.saying import say, say_notes, say_planned
+from batchgen.slurm.commands import submit
 from batchgen.version import VERSION
 from batchgen.wording import counted
 
 if TYPE_CHECKING:
     from batchgen.balance import Balance
-    from batchgen.job import Job
     from batchgen.progress import Display
-    from batchgen.rundir import Planned
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_JOB_OPTIONS = [
-    click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
-    click.option("--model", help='"pattern", a diffusers folder or a hub id [default: "demo"].'),
-    click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(["files", "webdataset", "parquet"]),
-        help="Of the images [default: files].",
-    ),
-    click.option(
-        "--on-bad-row",
-        type=click.Choice(["stop", "skip"]),
-        help="Refuse the manifest, or leave rows out [default: stop].",
-    ),
-    click.option(
-        "--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded [default: strict]."
-    ),
-    click.option(
-        "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
-    ),
-    click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
-]
-_SHORT_FORMS = {
-    "model": "model.path",
-    "output_format": "output.format",
-    "on_bad_row": "plan.on_bad_row",
-    "size_policy": "plan.size_policy",
-    "on_truncate": "plan.on_truncate",
-    "grace": "run.grace_s",
-}
-
-
-def _with_job_options(command: Command) -> Command:
-    for option in reversed(_JOB_OPTIONS):
-        command = option(command)
-    return command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -74,12 +36,13 @@ def cli() -> None:
 @cli.command()
 @click.argument("manifest", nargs=-1, required=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory [default: <manifest's name>-out].")
-@_with_job_options
+@with_job_options
 @click.option(
     "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
-def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
+@click.option("--requeue", is_flag=True, help="In a job of Slurm: queue it again if its time does not suffice.")
+def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, requeue: bool, **options: Any) -> NoReturn:
     """Make all rows of MANIFEST; the same command resumes.
 
     \b
@@ -87,9 +50,13 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
     """
     from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
+    from batchgen.slurm import task as slurm
+    from batchgen.slurm.environment import this_task
     from batchgen.stopping import Stop, StopNow, listening
 
-    job = _job(options)
+    job, task = job_of(options), this_task()
+    if requeue:
+        slurm.check_requeue(task)
     directory = out or default_directory(manifest)
     with listening(Stop()) as stop:
         try:
@@ -99,35 +66,38 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
                 job,
                 may_wait=not no_wait,
                 stop=stop,
-                on_planned=lambda planned: _say_planned(planned, job),
+                on_planned=lambda planned: say_planned(planned, job),
                 on_reading=reading_bar(),
-                on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
+                on_opened=lambda index, balance: say(f"run directory {directory}: {balance.line()}"),
                 progress=_display,
+                time_left=slurm.time_left(task, job.slurm.warn_s, say),
             )
         except StopNow:
             _end_now(directory, stop.signal_name)
         except UsageError:
             raise
         except Exception as error:
-            _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
+            say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             _say_balance(directory)
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
     for holder in ending.balance.holders:
-        _say(
+        say(
             f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
             f"heard {holder.heartbeat_age_s:.0f} s ago"
         )
     if ending.balance.cut:
-        _say(ending.balance.cut_note())
+        say(ending.balance.cut_note())
     if ending.stopped_by and ending.balance.outstanding:
-        _say(f"stopped by {ending.stopped_by}; the same command goes on")
+        say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())
+    if requeue and ending.goes_on_later:
+        slurm.requeue(task, say)
     sys.exit(ending.exit_code)
 
 
 @cli.command()
 @click.argument("manifest", nargs=-1, required=True)
-@_with_job_options
+@with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Check MANIFEST and print what a run would make.
@@ -139,19 +109,20 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     from batchgen.report import plan_facts, plan_text
     from batchgen.rundir import plan_manifest
 
-    job = _job(options)
+    job = job_of(options)
     planned = plan_manifest(manifest, job, reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return
-    _say_notes(planned)
+    say_notes(planned)
     click.echo(plan_text(planned.draft, job))
 
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def status(directory: Path, as_json: bool) -> None:
+@click.option("--check", is_flag=True, help="Exit as a run would: 0, 3, or 75 while rows are outstanding.")
+def status(directory: Path, as_json: bool, check: bool) -> None:
     """Print where the run in DIRECTORY stands.
 
     \b
@@ -171,6 +142,8 @@ def status(directory: Path, as_json: bool) -> None:
         click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
     else:
         click.echo(status_text(index, balance, is_finalized=is_finalized))
+    if check:
+        sys.exit(balance.exit_code)
 
 
 @cli.command()
@@ -211,6 +184,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(submit)
 
 
 @cli.command(name="import")
@@ -229,7 +203,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 
     imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
     for note in imported.notes:
-        _say(note)
+        say(note)
     click.echo(f"{counted(imported.rows, 'row')} in {out}, columns {', '.join(imported.columns)}")
 
 
@@ -244,7 +218,7 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except BatchgenError as error:
-        _say(f"batchgen: {error}")
+        say(f"batchgen: {error}")
         sys.exit(error.exit_code)
     sys.exit(0)
 
@@ -255,39 +229,11 @@ def _check_words(words: list[str]) -> None:
             raise UsageError(f"the argument {word!r} is not UTF-8; rename what it names")
 
 
-def _job(options: dict[str, Any]) -> Job:
-    from batchgen.job import load_job
-
-    given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
-    short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
-    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
-    return load_job(options["job_file"], [*short, *options["overrides"]], flags)
-
-
 def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
             raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
     return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def _say_notes(planned: Planned) -> None:
-    for note in planned.notes:
-        _say(f"note: {note}")
-    num_rejected = planned.draft.survey.num_rejected
-    if num_rejected:
-        _say(planned.rejections.message(num_rejected, is_skipped=True))
-
-
-def _say_planned(planned: Planned, job: Job) -> None:
-    from batchgen.report import plan_text
-
-    _say_notes(planned)
-    _say(plan_text(planned.draft, job))
 
 
 @contextmanager
@@ -309,12 +255,12 @@ def _say_balance(directory: Path) -> None:
     try:
         click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
     except (BatchgenError, OSError) as error:
-        _say(f"the run directory cannot be read now ({error}); the balance is not known")
+        say(f"the run directory cannot be read now ({error}); the balance is not known")
 
 
 def _end_now(directory: Path, signal_name: str) -> NoReturn:
     """End without waiting for any thread: what is not committed is dropped."""
-    _say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
+    say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
     _say_balance(directory)
     sys.stdout.flush()
     os._exit(Interrupted.exit_code)

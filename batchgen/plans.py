@@ -79,6 +79,8 @@ class PlanIndex:
     first_shard: int
     shard_rows: tuple[int, ...]
     """Images of each shard."""
+    shard_s: tuple[float, ...]
+    """What each shard costs by the plan's cost model: only their proportions are trusted, unless that was measured."""
     groups: tuple[Group, ...]
     buckets: tuple[BucketWork, ...]
     num_rejected: int
@@ -122,7 +124,7 @@ class PlanIndex:
             fields["files"] = tuple(PlanFile(**one) for one in fields["files"])
             fields["groups"] = tuple(Group(**one) for one in fields["groups"])
             fields["buckets"] = tuple(BucketWork(**one) for one in fields["buckets"])
-            fields["shard_rows"] = tuple(fields["shard_rows"])
+            fields["shard_rows"], fields["shard_s"] = tuple(fields["shard_rows"]), tuple(fields["shard_s"])
             return cls(**fields)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(
@@ -181,6 +183,7 @@ def _written(
         files=tuple(_write_files(drafted, folder, files)),
         first_shard=0,
         shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
+        shard_s=tuple(drafted.cut.shard_s.round(6).tolist()),
         groups=drafted.groups,
         buckets=tuple(_buckets(drafted.cut)),
         num_rejected=drafted.survey.num_rejected,

@@ -29,6 +29,7 @@ from batchgen.wording import listed
 
 _FREE = (
     "run",
+    "slurm",
     "columns",
     "model.path",
     "model.revision",
@@ -61,6 +62,10 @@ class RunDirectory:
     @property
     def plans(self) -> Path:
         return self.root / "plan"
+
+    @property
+    def has_plan(self) -> bool:
+        return load_index(self.plans, self.files) is not None
 
     def index(self) -> PlanIndex:
         """The plan that lies here. Raises UsageError if there is none."""

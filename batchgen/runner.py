@@ -27,7 +27,9 @@ from batchgen.owners import end, this_process
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
+from batchgen.slurm.task import WARNING
 from batchgen.stopping import Stop
+from batchgen.timeleft import OUT_OF_TIME, TimeLeft
 from batchgen.worker import Worker
 
 
@@ -37,16 +39,20 @@ class Ending:
 
     balance: Balance
     stopped_by: str
-    """The signal's name, "" if none came."""
+    """The signal's name or `OUT_OF_TIME`, "" if nothing did."""
     may_wait: bool
 
     @property
     def exit_code(self) -> int:
         """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
-        if self.balance.outstanding:
-            is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-            return 0 if is_held and not self.stopped_by else 75
-        return 3 if self.balance.failed or self.balance.rejected else 0
+        is_held = not self.may_wait and self.balance.held == self.balance.outstanding
+        return 0 if self.balance.outstanding and is_held and not self.stopped_by else self.balance.exit_code
+
+    @property
+    def goes_on_later(self) -> bool:
+        """Whether the time that Slurm gives was too short for rows that nobody else is making."""
+        is_time = self.stopped_by in (WARNING, OUT_OF_TIME)
+        return is_time and self.balance.outstanding > self.balance.held
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
@@ -65,13 +71,14 @@ def run_job(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    time_left: TimeLeft | None = None,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
     """
-    stop = stop or Stop()
+    stop, time_left = stop or Stop(), time_left or TimeLeft()
     run = RunDirectory(out)
     index = open_run(run, manifest, job, on_planned, on_reading)
     owner = this_process()
@@ -89,7 +96,7 @@ def run_job(
                 share = balance.outstanding / index.num_rows / workers
                 settled = partial(settle, ledger)
                 generator = opener(job, Context(shown.say, settled, index.work(share)))
-                _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
+                _work(run, index, job, ledger, generator, stop, shown, time_left, may_wait=may_wait)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
@@ -116,6 +123,7 @@ def _work(
     generator: Generator,
     stop: Stop,
     progress: Progress,
+    time_left: TimeLeft,
     *,
     may_wait: bool,
 ) -> None:
@@ -126,7 +134,7 @@ def _work(
     with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, time_left), may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions
