@@ -90,8 +90,8 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, requeue: boo
     if ending.stopped_by and ending.balance.outstanding:
         say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())
-    if requeue and ending.goes_on_later:
-        slurm.requeue(task, say)
+    if requeue and ending.is_cut_short:
+        slurm.requeue(task, ending.stopped_by, say)
     sys.exit(ending.exit_code)
 
 

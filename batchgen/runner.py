@@ -27,9 +27,8 @@ from batchgen.owners import end, this_process
 from batchgen.plans import PlanIndex, PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
-from batchgen.slurm.task import WARNING
 from batchgen.stopping import Stop
-from batchgen.timeleft import OUT_OF_TIME, TimeLeft
+from batchgen.timeleft import TimeLeft
 from batchgen.worker import Worker
 
 
@@ -49,10 +48,9 @@ class Ending:
         return 0 if self.balance.outstanding and is_held and not self.stopped_by else self.balance.exit_code
 
     @property
-    def goes_on_later(self) -> bool:
-        """Whether the time that Slurm gives was too short for rows that nobody else is making."""
-        is_time = self.stopped_by in (WARNING, OUT_OF_TIME)
-        return is_time and self.balance.outstanding > self.balance.held
+    def is_cut_short(self) -> bool:
+        """Whether the run was told to stop while rows were left that nobody else is making."""
+        return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]

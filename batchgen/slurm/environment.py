@@ -14,8 +14,6 @@ class Task:
 
     name: str
     """`ARRAYJOB_TASK`, of a job that is no array its id; "" outside Slurm."""
-    job_id: str
-    """The id that this task has for itself alone, "" outside Slurm."""
     restart_count: int
     """How often Slurm has started it again."""
     num_processes: int
@@ -27,11 +25,9 @@ class Task:
 def this_task(environment: Mapping[str, str] = os.environ) -> Task:
     """The task of the running process. Values that make no sense count as absent."""
     array_job, index = (environment.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
-    job_id = environment.get("SLURM_JOB_ID", "")
     is_step = "SLURM_STEP_ID" in environment
     return Task(
-        name=f"{array_job}_{index}" if array_job and index else job_id,
-        job_id=job_id,
+        name=f"{array_job}_{index}" if array_job and index else environment.get("SLURM_JOB_ID", ""),
         restart_count=_number(environment, "SLURM_RESTART_COUNT") or 0,
         num_processes=(_number(environment, "SLURM_STEP_NUM_TASKS") or 1) if is_step else 1,
         ends_at_s=_number(environment, "SLURM_JOB_END_TIME"),

@@ -41,10 +41,19 @@ def max_array_size() -> int:
     return int(found[1])
 
 
-def time_left_s(job_id: str) -> float | None:
-    """Seconds until a job's time limit, None if it has none."""
-    answer = _call(["squeue", "-h", "-j", job_id, "-o", "%L"], ASKING_S).strip()
+def is_running(name: str) -> bool:
+    """Whether Slurm lets a job, or one task of an array, run on: one that it is ending is not running to it."""
+    return _ask(name, "%T") == "RUNNING"
+
+
+def time_left_s(name: str) -> float | None:
+    """Seconds until the time limit of a job or of one task of an array, None if it has none."""
+    answer = _ask(name, "%L")
     return None if answer in _NO_LIMIT else seconds(answer)
+
+
+def _ask(name: str, what: str) -> str:
+    return _call(["squeue", "-h", "-j", name, "-o", what], ASKING_S).strip()
 
 
 def seconds(text: str) -> float:

@@ -99,9 +99,11 @@ def array_script(submission: Submission, window: Window) -> str:
     worker = [submission.program, "run", *map(shlex.quote, submission.words)]
     worker += ([] if slurm.wait else ["--no-wait"]) + (["--requeue"] if slurm.requeue else [])
     lines = [
-        *_head(submission, options, "%A_%a", slurm.options),
+        *_head(submission, submission.out.name, options, "%A_%a", slurm.options),
         "# Workers: they share nothing but the run directory, and nothing depends on an index or a count.",
         "# Any of them can be sent again: sbatch --array=3,7 THIS_FILE",
+        # The warning may come before the worker listens.
+        *([] if is_step else ["trap '' USR1"]),
         *_setup(submission),
         f"export BATCHGEN_CACHE={shlex.quote(str(cache))}",
         f"export TORCHINDUCTOR_CACHE_DIR={shlex.quote(str(cache / 'inductor'))}",
@@ -121,7 +123,7 @@ def finish_script(submission: Submission) -> str:
     ]
     batchgen = " ".join([*_container(slurm), submission.program])
     lines = [
-        *_head(submission, options, "%j", slurm.finish_options),
+        *_head(submission, f"{submission.out.name}-finish", options, "%j", slurm.finish_options),
         "# Ends with 0 if all rows are made, 3 if some failed or were rejected, 75 while rows are outstanding.",
         *_setup(submission),
         "code=0",
@@ -135,12 +137,12 @@ def finish_script(submission: Submission) -> str:
 
 
 def _head(
-    submission: Submission, options: Sequence[tuple[str, str | int | None]], log: str, more: Sequence[str]
+    submission: Submission, name: str, options: Sequence[tuple[str, str | int | None]], log: str, more: Sequence[str]
 ) -> Iterator[str]:
     yield "#!/bin/bash -l" if submission.slurm.modules else "#!/bin/bash"
     folder = str(submission.out / FOLDER)
     given = [
-        ("job-name", submission.out.name),
+        ("job-name", name),
         *options,
         ("output", f"{folder.replace('%', '%%')}/{log}.log"),
         ("open-mode", "append"),
