@@ -26,7 +26,7 @@ WAIT_S = 150
 """Far more than anything takes here."""
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
-# A requeued job waits for cred_expire, of which less than 5 s counts as 120. Nodes that were set down stay so. There are
+# A requeued job waits for cred_expire, where less than 5 s counts as 120. Nodes that were set down stay so. There are
 # more CPUs than the host has.
 _CONF = """
 ClusterName=test
@@ -129,7 +129,7 @@ class Cluster:
     def kill(self, daemon: str) -> None:
         """End a daemon by SIGKILL."""
         os.kill(self.daemons[daemon], signal.SIGKILL)
-        wait_for(lambda: not _is_running(self.daemons[daemon]), lambda: f"{daemon} has survived")
+        wait_for(lambda: not is_running(self.daemons[daemon]), lambda: f"{daemon} has survived")
         (self.folder / f"{daemon}.pid").unlink()
 
     def start(self) -> None:
@@ -169,13 +169,13 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel the jobs, then end the daemons, the last started first."""
-        self.ask("scancel", "--partition=main")
-        self.ask("scancel", "--partition=high")
-        wait_for(lambda: not self.ask("squeue", "-h"), lambda: self.ask("squeue"))
-        for pid in reversed(self.daemons.values()):
-            if _is_running(pid):
-                os.kill(pid, signal.SIGTERM)
-                wait_for(lambda pid=pid: not _is_running(pid), lambda pid=pid: f"process {pid} goes on")
+        try:
+            self.ask("scancel", "--partition=main")
+            self.ask("scancel", "--partition=high")
+            wait_for(lambda: not self.ask("squeue", "-h"), lambda: self.ask("squeue"))
+        finally:
+            for pid in reversed(self.daemons.values()):
+                _end(pid)
 
     def logs(self) -> str:
         """The ends of the daemons' logs."""
@@ -227,7 +227,13 @@ def _free_ports(num: int) -> list[int]:
     return ports
 
 
-def _is_running(pid: int) -> bool:
+def _end(pid: int) -> None:
+    if is_running(pid):
+        os.kill(pid, signal.SIGTERM)
+        wait_for(lambda: not is_running(pid), lambda: f"process {pid} goes on")
+
+
+def is_running(pid: int) -> bool:
     """Whether a process is there and not only waits to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

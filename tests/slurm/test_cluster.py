@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.ledger import Ledger
+from batchgen.owners import Owner
 from batchgen.rundir import RunDirectory
 from tests import runs
-from tests.slurm.cluster import NODES, Cluster, State, cluster, wait_for
+from tests.slurm.cluster import NODES, Cluster, State, cluster, is_running, wait_for
 
 pytestmark = pytest.mark.slurm
 
@@ -42,11 +45,11 @@ class Run:
         (one,) = self.arrays
         return one
 
-    def claims(self) -> dict[str, str]:
-        """The open claims: shards by the name of the task that works on them."""
+    def claims(self) -> dict[str, Owner]:
+        """Who has the open claims, by the names of their tasks."""
         run = RunDirectory(self.out)
         states = Ledger(run.root, run.files).states(run.index().shards)
-        return {one.claim.owner.job_id: f"{one.shard}" for one in states if one.claim is not None}
+        return {one.claim.owner.job_id: one.claim.owner for one in states if one.claim is not None}
 
     def is_at_work(self, tasks: Sequence[int]) -> bool:
         return self.claims().keys() >= {f"{self.array}_{task}" for task in tasks}
@@ -155,8 +158,8 @@ def test_a_node_set_down(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_node_lost_with_a_worker_that_lives_on(slurm: Cluster, tmp_path: Path) -> None:
-    """slurmd is killed and the node set down: its task starts again on the other node, and takes over at once what the
-    worker claimed that nobody can stop there, and which commits too late."""
+    """slurmd is killed, the node set down and the worker frozen: its task starts again on the other node and takes its
+    claim over at once. When the worker wakes up it is too late, and throws away what it has."""
     (tmp_path / "host.sh").write_text(AS_ANOTHER_HOST)
     for name in NODES:
         (tmp_path / f"boot-{name}").write_text(f"{name}\n")
@@ -164,12 +167,16 @@ def test_a_node_lost_with_a_worker_that_lives_on(slurm: Cluster, tmp_path: Path)
     container = f"unshare --mount --uts sh {shlex.quote(str(tmp_path / 'host.sh'))}"
     program = f"{shlex.quote(sys.executable)} -m batchgen"
     keys = (*keys, f"slurm.container={container!r}", f"slurm.program={program!r}")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 8, 5), keys=keys)
+    run = submit(slurm, slow(tmp_path / "m.parquet", 8, 2), keys=keys)
     run.wait_until_at_work(0, 1)
     (lost,) = [index for index, state in slurm.states(run.array).items() if state.node == "n2"]
     slurm.kill("slurmd-n2")
+    worker = run.claims()[f"{run.array}_{lost}"].pid
+    os.kill(worker, signal.SIGSTOP)
     slurm.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
     states, finish = run.ended()
+    os.kill(worker, signal.SIGCONT)
+    wait_for(lambda: not is_running(worker), lambda: f"worker {worker} goes on")
     slurm.start_node("n2")
     slurm.ask("scontrol", "update", "nodename=n2", "state=resume")
     assert codes(states) == {0: OK, 1: OK}, run.logs()
