@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from batchgen.generator import Pending
 from batchgen.job import load_job
+from batchgen.making import Maker
 from batchgen.models.pattern import PatternGenerator
 from batchgen.records import Batch
 from batchgen.rundir import RunDirectory, open_run
@@ -60,38 +60,44 @@ def test_case_20_nothing_is_derived_from_the_count(
     assert [line["id"] for line in runs.check_images(tmp_path / "out")] == [f"row-{n}" for n in range(10)]
 
 
-@pytest.mark.parametrize("grace", ["3600", "5.2"])
-def test_case_28_a_signal_in_the_middle_of_denoising(tmp_path: Path, grace: str) -> None:
+@pytest.mark.parametrize(("grace", "num"), [("3600", 1), ("5.0001", 0)])
+def test_case_28_a_signal_in_the_middle_of_denoising(
+    tmp_path: Path, grace: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The batch is finished if the grace lets it, else dropped; in the end all pixels are those of a quiet run."""
-    source, options = runs.prompts(tmp_path / "m.parquet", 3, steps=600, width=64, height=64), (*ONE_BY_ONE,)
-    options = (*options, "--set", "engine.device=cpu", "--set", "sampling.sampler=ddim")
-    model, out = tiny.folder("sd1"), tmp_path / "out"
-    ended, done = [], threading.Event()
+    source, out, model = runs.prompts(tmp_path / "m.parquet", 2, steps=6), tmp_path / "out", tiny.folder("sd1")
+    options = (*ONE_BY_ONE, "--set", "engine.device=cpu", "--set", "sampling.sampler=ddim")
+    asked, should_drop = 0, Maker.should_drop
 
-    def interrupt() -> None:
-        while not list(out.glob(".run/work/*")) and not done.wait(0.01):
-            pass
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
+    def interrupting(self: Maker, batch: Batch, started: float) -> Callable[[], bool]:
+        inner = should_drop(self, batch, started)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    ended.append(runs.run(source, out, *options, "--grace", grace, model=model))
-    done.set()
-    thread.join()
-    assert ended[0].code == 75, ended
-    num = 1 if grace == "3600" else 0
-    assert ended[0].closing_line == f"3 rows = {num} done + 0 failed + 0 rejected + {3 - num} outstanding"
+        def between_evaluations() -> bool:
+            nonlocal asked
+            asked += 1
+            if asked == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+            return inner()
+
+        return between_evaluations
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Maker, "should_drop", interrupting)
+        ended = runs.run(source, out, *options, "--grace", grace, model=model)
+    assert ended.code == 75, ended
+    assert ended.closing_line == f"2 rows = {num} done + 0 failed + 0 rejected + {2 - num} outstanding"
+    assert ("dropped" in ended.err) == (num == 0)
     assert runs.run(source, out, *options, model=model).code == 0
     assert runs.run(source, tmp_path / "quiet", *options, model=model).code == 0
     assert runs.pixels(out) == runs.pixels(tmp_path / "quiet")
-    assert len(runs.check_images(out, is_pattern=False)) == 3
+    assert len(runs.check_images(out, is_pattern=False)) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signal.Signals) -> None:
     """With SIGCONT around and between: one drain, nothing is dropped."""
-    source, out = slow(tmp_path / "m.parquet", 20, 0.5), tmp_path / "out"
+    source, out = slow(tmp_path / "m.parquet", 12, 0.3), tmp_path / "out"
     process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, own_group=True)
     wait_for_work(out, process)
     for one in (signal.SIGCONT, number, signal.SIGCONT, number, signal.SIGCONT):
@@ -103,7 +109,7 @@ def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signa
     assert "at once" not in ended.err
     assert "dropped" not in ended.err
     assert runs.run(source, out, *ONE_BY_ONE, *FAULTS).code == 0
-    assert len(runs.check_images(out)) == 20
+    assert len(runs.check_images(out)) == 12
 
 
 def warned(tmp_path: Path, *words: object, number: signal.Signals = signal.SIGUSR1) -> runs.Ended:

@@ -12,6 +12,7 @@ import pytest
 
 import batchgen
 from tests import runs
+from tests.slurm.fakes import Fakes
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
@@ -79,12 +80,18 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("command", ["--help", "import", "plan", "status", "verify", "finalize"])
-def test_commands_that_need_no_torch(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize"])
+def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fakes(tmp_path / "bin", monkeypatch)
     source, csv = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "m.csv"
     csv.write_text("prompt\na fox\n", encoding="utf-8")
     assert runs.run(source, tmp_path / "out").code == 0
-    own = {"--help": [], "plan": [source], "import": [csv, "-o", tmp_path / "imported.parquet"]}
+    own = {
+        "--help": [],
+        "plan": [source],
+        "submit": [source, "-o", tmp_path / "new"],
+        "import": [csv, "-o", tmp_path / "imported.parquet"],
+    }
     target = map(str, own.get(command, [tmp_path / "out"]))
     code = (
         "import atexit, sys\n"

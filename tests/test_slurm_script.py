@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.cli import cli
 from batchgen.errors import UsageError
 from batchgen.job import Slurm
 from batchgen.slurm.script import Submission, Window, array_script, check, finish_script, windows
@@ -170,3 +172,16 @@ def test_case_21_windows(num: int, size: int, throttle: int | None) -> None:
 def test_a_cluster_without_arrays() -> None:
     with pytest.raises(UsageError, match="takes no job arrays"):
         windows(3, 0, None)
+
+
+def test_the_page_names_every_key_and_its_commands_are_taken() -> None:
+    page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
+    (keys,) = re.findall(r"(?ms)^\| key \| is \|\n(.+?)\n\n", page)
+    assert set(re.findall(r"`(\w+)`(?=[^|]*\|[^|]*\|$)", keys, re.MULTILINE)) >= Slurm.model_fields.keys()
+    commands = [shlex.split(line) for line in re.findall(r"(?m)^batchgen (.+)$", page)]
+    assert len(commands) >= 6
+    for name, *words in commands:
+        with cli.commands[name].make_context(name, words):
+            pass
+    for path in re.findall(r"\bjobs/[\w.]+", page):
+        assert (ROOT / path).exists()
