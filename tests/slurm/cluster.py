@@ -22,7 +22,7 @@ from pathlib import Path
 
 NODES = ("n1", "n2")
 MAX_ARRAY_SIZE = 12
-WAIT_S = 150
+WAIT_S = 400
 """Far more than anything takes here."""
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 

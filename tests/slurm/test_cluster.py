@@ -20,7 +20,7 @@ from batchgen.rundir import RunDirectory
 from tests import runs
 from tests.slurm.cluster import NODES, Cluster, State, cluster, is_running, wait_for
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 SMALL = ("plan.batch_sizes=[2]", "model.variant=faults", "run.commit_every_s=1.5")
 AS_ANOTHER_HOST = """#!/bin/sh
