@@ -23,7 +23,7 @@ from tests.runs import ROOT
 TRAPS = st.text(st.sampled_from("a'\" $`#%!*;&|()<>{}~é🐉=-@,:"), min_size=1)
 
 
-def submission(out: str = "/work/out", words: tuple[str, ...] = (), **keys: object) -> Submission:
+def submission(out: str = "/scratch/out", words: tuple[str, ...] = (), **keys: object) -> Submission:
     return Submission(Slurm(**keys), Path(out), Path("/"), words, "batchgen", Path("/cache"))  # type: ignore[arg-type]
 
 
@@ -87,7 +87,7 @@ def sbatch_reads(line: str) -> str:
 
 @given(name=TRAPS)
 def test_a_path_full_of_traps_in_the_options(name: str) -> None:
-    out = f"/work/{name}"
+    out = f"/scratch/{name}"
     options = [sbatch_reads(line) for line in lines(submission(out)) if line.startswith("#SBATCH")]
     assert f"--output={out.replace('%', '%%')}/.run/slurm/%A_%a.log" in options
     assert f"--job-name={Path(out).name}" in options
@@ -96,7 +96,7 @@ def test_a_path_full_of_traps_in_the_options(name: str) -> None:
 @pytest.mark.parametrize("name", ["two\nlines", "back\\slash", "a\x00b", "a\u2028b"])
 @pytest.mark.parametrize("place", ["out", "folder", "cache"])
 def test_paths_that_no_script_can_name(name: str, place: str) -> None:
-    paths = {"out": "/work/out", "folder": "/", "cache": "/cache", place: f"/work/{name}"}
+    paths = {"out": "/scratch/out", "folder": "/", "cache": "/cache", place: f"/scratch/{name}"}
     given = Submission(Slurm(), Path(paths["out"]), Path(paths["folder"]), (), "batchgen", Path(paths["cache"]))
     with pytest.raises(UsageError, match="a batch script cannot name; rename the folder"):
         check(given)
