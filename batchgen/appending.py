@@ -99,6 +99,7 @@ def _written(run: RunDirectory, before: PlanIndex, rows: Rows, facts: Facts, fol
             yield table
 
     most = max(before.shard_rows)
+    row_s = sum(before.shard_s) / sum(before.shard_rows)
     shards = noted(_shards(_taken(PlanReader(run.plans, before), rows), most))
     files = tuple(write_shards(shards, folder, run.files, base))
     return PlanIndex(
@@ -107,6 +108,7 @@ def _written(run: RunDirectory, before: PlanIndex, rows: Rows, facts: Facts, fol
         files=files,
         first_shard=base.shards,
         shard_rows=tuple(shard_rows),
+        shard_s=tuple(row_s * num for num in shard_rows),
         groups=(),
         buckets=tuple(BucketWork(*key, buckets[key], evaluations[key]) for key in sorted(buckets)),
         num_rejected=before.num_rejected,

@@ -82,6 +82,13 @@ class Balance:
     def held(self) -> int:
         return sum(one.rows for one in self.holders)
 
+    @property
+    def exit_code(self) -> int:
+        """0 all made · 3 all settled, some failed or rejected · 75 rows are outstanding."""
+        if self.outstanding:
+            return 75
+        return 3 if self.failed or self.rejected else 0
+
     def line(self) -> str:
         """The line that every ending prints."""
         held = f" ({self.held} held by others)" if self.held else ""

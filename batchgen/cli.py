@@ -4,61 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from batchgen.bench.commands import bench
-from batchgen.console import end_planned, say, work
+from batchgen.console import end_planned, work
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
+from batchgen.options import job_of, with_job_options
+from batchgen.saying import say, say_notes, say_planned
+from batchgen.slurm.commands import submit
 from batchgen.version import VERSION
 from batchgen.wording import counted, listed
 
 if TYPE_CHECKING:
-    from batchgen.job import Job
-    from batchgen.rundir import Planned
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-_JOB_OPTIONS = [
-    click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
-    click.option("--model", help='"pattern", a diffusers folder or a hub id [default: "demo"].'),
-    click.option(
-        "--format",
-        "output_format",
-        type=click.Choice(["files", "webdataset", "parquet"]),
-        help="Of the images [default: files].",
-    ),
-    click.option(
-        "--on-bad-row",
-        type=click.Choice(["stop", "skip"]),
-        help="Refuse the manifest, or leave rows out [default: stop].",
-    ),
-    click.option(
-        "--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded [default: strict]."
-    ),
-    click.option(
-        "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
-    ),
-    click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
-]
-_SHORT_FORMS = {
-    "model": "model.path",
-    "output_format": "output.format",
-    "on_bad_row": "plan.on_bad_row",
-    "size_policy": "plan.size_policy",
-    "on_truncate": "plan.on_truncate",
-    "grace": "run.grace_s",
-}
-
-
-def _with_job_options(command: Command) -> Command:
-    for option in reversed(_JOB_OPTIONS):
-        command = option(command)
-    return command
+    from batchgen.runner import Ending
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -70,13 +32,16 @@ def cli() -> None:
 @cli.command()
 @click.argument("manifest", nargs=-1, required=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory [default: <manifest's name>-out].")
-@_with_job_options
+@with_job_options
 @click.option(
     "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 @click.option("--extend", is_flag=True, help="Append the rows that MANIFEST has more than the run.")
-def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool, **options: Any) -> NoReturn:
+@click.option("--requeue", is_flag=True, help="In a job of Slurm: queue it again if its time does not suffice.")
+def run(
+    manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool, requeue: bool, **options: Any
+) -> NoReturn:
     """Make all rows of MANIFEST; the same command resumes.
 
     \b
@@ -84,9 +49,18 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool
     """
     from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
+    from batchgen.slurm import task as slurm
+    from batchgen.slurm.environment import this_task
 
-    job = _job(options)
+    job, task = job_of(options), this_task()
+    if requeue:
+        slurm.check_requeue(task)
     directory = out or default_directory(manifest)
+
+    def end(ending: Ending) -> None:
+        if requeue and ending.is_cut_short:
+            slurm.requeue(task, ending.stopped_by, say)
+
     work(
         directory,
         lambda seen: run_job(
@@ -95,16 +69,18 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool
             job,
             may_wait=not no_wait,
             may_grow=extend,
-            on_planned=lambda planned: _say_planned(planned, job),
+            on_planned=lambda planned: say_planned(planned, job),
             on_reading=reading_bar(),
+            time_left=slurm.time_left(task, job.slurm.warn_s, say),
             **seen,
         ),
+        end,
     )
 
 
 @cli.command()
 @click.argument("manifest", nargs=-1, required=True)
-@_with_job_options
+@with_job_options
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Check MANIFEST and print what a run would make.
@@ -116,19 +92,20 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     from batchgen.report import plan_facts, plan_text
     from batchgen.rundir import plan_manifest
 
-    job = _job(options)
+    job = job_of(options)
     planned = plan_manifest(manifest, job, reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return
-    _say_notes(planned)
+    say_notes(planned)
     click.echo(plan_text(planned.draft, job))
 
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def status(directory: Path, as_json: bool) -> None:
+@click.option("--check", is_flag=True, help="Exit as a run would: 0, 3, or 75 while rows are outstanding.")
+def status(directory: Path, as_json: bool, check: bool) -> None:
     """Print where the run in DIRECTORY stands.
 
     \b
@@ -148,6 +125,8 @@ def status(directory: Path, as_json: bool) -> None:
         click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
     else:
         click.echo(status_text(index, balance, is_finalized=is_finalized))
+    if check:
+        sys.exit(balance.exit_code)
 
 
 _plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, and let `run` make its rows.")
@@ -232,6 +211,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(submit)
 
 
 @cli.command(name="import")
@@ -276,32 +256,8 @@ def _check_words(words: list[str]) -> None:
             raise UsageError(f"the argument {word!r} is not UTF-8; rename what it names")
 
 
-def _job(options: dict[str, Any]) -> Job:
-    from batchgen.job import load_job
-
-    given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
-    short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
-    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
-    return load_job(options["job_file"], [*short, *options["overrides"]], flags)
-
-
 def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
             raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
     return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
-
-
-def _say_notes(planned: Planned) -> None:
-    for note in planned.notes:
-        say(f"note: {note}")
-    num_rejected = planned.draft.survey.num_rejected
-    if num_rejected:
-        say(planned.rejections.message(num_rejected, is_skipped=True))
-
-
-def _say_planned(planned: Planned, job: Job) -> None:
-    from batchgen.report import plan_text
-
-    _say_notes(planned)
-    say(plan_text(planned.draft, job))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.saying import say
 from batchgen.wording import counted
 
 if TYPE_CHECKING:
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
     from batchgen.runner import Ending
 
 
-def say(text: str) -> None:
-    """A line for a person, on standard error."""
-    click.echo(text, err=True)
-
-
-def work(directory: Path, begin: Callable[[dict[str, Any]], Ending]) -> NoReturn:
+def work(
+    directory: Path,
+    begin: Callable[[dict[str, Any]], Ending],
+    on_ended: Callable[[Ending], None] = lambda ending: None,
+) -> NoReturn:
     """Let workers run, with signals heard and progress shown, and end as the run ends."""
     from batchgen.stopping import Stop, StopNow, listening
 
@@ -56,6 +56,7 @@ def work(directory: Path, begin: Callable[[dict[str, Any]], Ending]) -> NoReturn
     if ending.stopped_by and ending.balance.outstanding:
         say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())
+    on_ended(ending)
     sys.exit(ending.exit_code)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -24,6 +24,7 @@ from batchgen.publish import publish
 from batchgen.records import Batch, Failure, Image, Part
 from batchgen.rundir import RunDirectory
 from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from batchgen.writer import PartWriter
 
 _DROPPED = "the running batch is dropped: it would not end within the grace"
@@ -41,6 +42,7 @@ class Workplace:
     pool: EncoderPool
     stop: Stop
     progress: Progress
+    time_left: TimeLeft = field(default_factory=TimeLeft)
 
     @property
     def me(self) -> Owner:

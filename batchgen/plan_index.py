@@ -87,6 +87,8 @@ class PlanIndex:
     first_shard: int
     shard_rows: tuple[int, ...]
     """Images of each shard."""
+    shard_s: tuple[float, ...]
+    """What each shard costs by the plan's cost model: only their proportions are trusted, unless that was measured."""
     groups: tuple[Group, ...]
     buckets: tuple[BucketWork, ...]
     num_rejected: int
@@ -216,6 +218,7 @@ def joined(plans: Sequence[PlanIndex]) -> PlanIndex:
         files=tuple(chain.from_iterable(one.files for one in plans)),
         first_shard=first.first_shard,
         shard_rows=tuple(chain.from_iterable(one.shard_rows for one in plans)),
+        shard_s=tuple(chain.from_iterable(one.shard_s for one in plans)),
         groups=tuple(chain.from_iterable(one.groups for one in plans)),
         buckets=tuple(chain.from_iterable(one.buckets for one in plans)),
         num_redrawn=sum(one.num_redrawn for one in plans),

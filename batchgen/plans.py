@@ -127,6 +127,7 @@ def _written(
         files=tuple(_write_files(drafted, folder, files, base)),
         first_shard=base.shards,
         shard_rows=tuple(np.diff(drafted.cut.shard_row_start).tolist()),
+        shard_s=tuple(drafted.cut.shard_s.round(6).tolist()),
         groups=drafted.groups,
         buckets=tuple(_buckets(drafted.cut, base)),
         num_rejected=drafted.survey.num_rejected,

@@ -36,6 +36,7 @@ from batchgen.wording import listed
 
 _FREE = (
     "run",
+    "slurm",
     "columns",
     "model.path",
     "model.revision",
@@ -82,6 +83,10 @@ class RunDirectory:
         for shard in index.shards:
             table, gone = reader.shard(shard), index.gone(shard)
             yield table.take(pa.array(sorted(index.rows(shard)), pa.int64())) if gone else table
+
+    @property
+    def has_plan(self) -> bool:
+        return self.find_index() is not None
 
     def index(self) -> PlanIndex:
         """All plans that lie here. Raises UsageError if there is none."""

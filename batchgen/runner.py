@@ -31,6 +31,7 @@ from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from batchgen.worker import Worker
 
 
@@ -40,16 +41,19 @@ class Ending:
 
     balance: Balance
     stopped_by: str
-    """The signal's name, "" if none came."""
+    """The signal's name or `OUT_OF_TIME`, "" if nothing did."""
     may_wait: bool
 
     @property
     def exit_code(self) -> int:
         """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
-        if self.balance.outstanding:
-            is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-            return 0 if is_held and not self.stopped_by else 75
-        return 3 if self.balance.failed or self.balance.rejected else 0
+        is_held = not self.may_wait and self.balance.held == self.balance.outstanding
+        return 0 if self.balance.outstanding and is_held and not self.stopped_by else self.balance.exit_code
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the run was told to stop while rows were left that nobody else is making."""
+        return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
@@ -69,6 +73,7 @@ def run_job(
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
     may_grow: bool = False,
+    time_left: TimeLeft | None = None,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`. With `may_grow`, rows that
     its plans lack are appended.
@@ -79,7 +84,15 @@ def run_job(
     run = RunDirectory(out)
     index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
     return run_planned(
-        run, index, job, may_wait=may_wait, stop=stop, on_opened=on_opened, progress=progress, opener=opener
+        run,
+        index,
+        job,
+        may_wait=may_wait,
+        stop=stop,
+        on_opened=on_opened,
+        progress=progress,
+        opener=opener,
+        time_left=time_left,
     )
 
 
@@ -93,13 +106,14 @@ def run_planned(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    time_left: TimeLeft | None = None,
 ) -> Ending:
     """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
     Raises as `run_job`."""
-    stop = stop or Stop()
+    stop, time_left = stop or Stop(), time_left or TimeLeft()
     with _present(run):
         while True:
-            balance = _work_off(run, index, job, stop, on_opened, progress, opener, may_wait=may_wait)
+            balance = _work_off(run, index, job, stop, on_opened, progress, opener, time_left, may_wait=may_wait)
             newer = run.index()
             if newer.number == index.number:
                 return Ending(balance, stop.signal_name, may_wait)
@@ -128,6 +142,7 @@ def _work_off(
     on_opened: Callable[[PlanIndex, Balance], None],
     progress: ProgressFactory,
     opener: Opener,
+    time_left: TimeLeft,
     *,
     may_wait: bool,
 ) -> Balance:
@@ -149,7 +164,7 @@ def _work_off(
                 share = balance.outstanding / index.num_rows / workers
                 settled = partial(settle, ledger)
                 generator = opener(job, Context(shown.say, settled, index.work(share)))
-                _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
+                _work(run, index, job, ledger, generator, stop, shown, time_left, may_wait=may_wait)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
@@ -176,6 +191,7 @@ def _work(
     generator: Generator,
     stop: Stop,
     progress: Progress,
+    time_left: TimeLeft,
     *,
     may_wait: bool,
 ) -> None:
@@ -186,7 +202,7 @@ def _work(
     with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, time_left), may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions

@@ -24,6 +24,7 @@ class Stop:
 
     clock: Callable[[], float] = time.monotonic
     signal_name: str = ""
+    """Of the first signal, or what else asked; "" before."""
     since: float | None = None
 
     @property
@@ -34,11 +35,15 @@ class Stop:
         """Seconds since the first signal, 0 before it."""
         return 0.0 if self.since is None else self.clock() - self.since
 
+    def ask(self, why: str) -> None:
+        """Ask without a signal; nothing happens if somebody did before."""
+        if self.since is None:
+            self.signal_name, self.since = why, self.clock()
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The handler. Raises StopNow in the main thread for a second signal."""
         if self.since is None:
-            self.signal_name = signal.Signals(number).name
-            self.since = self.clock()
+            self.ask(signal.Signals(number).name)
         elif self.age_s() > REPEAT_S:
             raise StopNow
 

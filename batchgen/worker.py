@@ -17,6 +17,7 @@ from batchgen.heart import Heart
 from batchgen.ledger import ShardState, stem
 from batchgen.plan_reader import batches
 from batchgen.records import Batch, Failure
+from batchgen.timeleft import OUT_OF_TIME
 
 POLL_S = 1.0
 """Between looks at shards that others hold."""
@@ -34,6 +35,8 @@ class Worker:
     does not wait for it."""
     _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
+    _is_late: bool = False
+    """Whether this round left a shard to others, because it could not be finished in time."""
 
     def work(self) -> None:
         index, stop = self.place.reader.index, self.place.stop
@@ -42,13 +45,17 @@ class Worker:
         open_shards = [first + (offset + place) % len(index.shards) for place in range(len(index.shards))]
         try:
             while open_shards and not stop.is_asked:
+                self._is_late = False
                 still_open = [shard for shard in open_shards if not self._take(shard)]
                 has_progressed = self._close_former() or len(still_open) < len(open_shards)
                 open_shards = still_open
                 if open_shards and not has_progressed:
-                    if not self.may_wait:
+                    if self._is_late:
+                        stop.ask(OUT_OF_TIME)
+                    elif not self.may_wait:
                         return
-                    self._wait()
+                    else:
+                        self._wait()
         except BaseException as error:
             self._give_back(error)
             raise
@@ -91,7 +98,23 @@ class Worker:
         state = self._claimable(shard)
         if state is None or not self.place.reader.index.left(state):
             return state is not None
-        return self._claim(shard, state.epoch) and self._work_on(state)
+        predicted_s = self._predicted_s(state)
+        if not self.place.time_left.fits(predicted_s):
+            self._is_late = True
+            return False
+        return self._claim(shard, state.epoch) and self._timed(state, predicted_s)
+
+    def _predicted_s(self, state: ShardState) -> float:
+        """What the plan says of the rows that are left, in seconds of its own."""
+        index = self.place.reader.index
+        place = state.shard - index.first_shard
+        return index.shard_s[place] * (1 - len(state.settled) / index.shard_rows[place])
+
+    def _timed(self, state: ShardState, predicted_s: float) -> bool:
+        started = self.place.time_left.clock()
+        is_settled = self._work_on(state)
+        self.place.time_left.learn(predicted_s, self.place.time_left.clock() - started)
+        return is_settled
 
     def _claimable(self, shard: int) -> ShardState | None:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""

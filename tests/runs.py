@@ -85,7 +85,7 @@ class Process:
         self._folder = Path(tempfile.mkdtemp(prefix="process-"))
         words = [str(arg) for arg in args]
         self._process: ForkServerProcess = _processes.Process(
-            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group)
+            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group, dict(os.environ))
         )
         self._process.start()
 
@@ -117,8 +117,14 @@ class Process:
         return Ended(code, out.read_text() if out.exists() else "", self.errors())
 
 
-def _main(args: list[str], folder: str, limit_file_bytes: int | None, own_group: bool) -> None:
+def _main(
+    args: list[str], folder: str, limit_file_bytes: int | None, own_group: bool, environment: Mapping[str, str]
+) -> None:
     import resource
+
+    # The fork server keeps the one that it was started in.
+    os.environ.clear()
+    os.environ.update(environment)
 
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT)

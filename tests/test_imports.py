@@ -12,6 +12,7 @@ import pytest
 
 import batchgen
 from tests import runs
+from tests.slurm.fakes import Fakes
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
@@ -25,9 +26,9 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording
-    records
-    job filesystem owners slots
+    errors version wording slurm.environment timeleft
+    records slurm.programs
+    job filesystem owners slots slurm.task options
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
@@ -44,17 +45,17 @@ LAYERS = [
     mending appending
     epoch finalize verify
     repairing
-    worker
-    runner bench.workload bench.figures
+    worker saying slurm.script
+    runner slurm.submit bench.workload bench.figures
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images
-    bench.commands console
+    bench.commands slurm.commands console
     cli
     """.strip().splitlines()
 ]
 """A module imports from its own layer and those above it in this list, never from one below, nor in a circle."""
-UNLAYERED = {"", "bench", "models", "engine", "sources", "__main__"}
+UNLAYERED = {"", "bench", "models", "engine", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
 LATE = {"generator": {"models.pattern", "engine.engine"}}
@@ -83,12 +84,18 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("command", ["--help", "import", "plan", "status", "verify", "finalize"])
-def test_commands_that_need_no_torch(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize"])
+def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fakes(tmp_path / "bin", monkeypatch)
     source, csv = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "m.csv"
     csv.write_text("prompt\na fox\n", encoding="utf-8")
     assert runs.run(source, tmp_path / "out").code == 0
-    own = {"--help": [], "plan": [source], "import": [csv, "-o", tmp_path / "imported.parquet"]}
+    own = {
+        "--help": [],
+        "plan": [source],
+        "submit": [source, "-o", tmp_path / "new"],
+        "import": [csv, "-o", tmp_path / "imported.parquet"],
+    }
     target = map(str, own.get(command, [tmp_path / "out"]))
     code = (
         "import atexit, sys\n"

@@ -117,7 +117,9 @@ def written(
 
 def index_of(folder: str, shard_rows: tuple[int, ...], job: Any) -> PlanIndex:
     files = (PlanFile(f"{folder}/0000.parquet", len(folder), "", "", 0, len(shard_rows)),)
-    return PlanIndex(0, folder, files, 0, shard_rows, (GROUP,), (BucketWork(0, 1, 1, 1),), 0, 0, "model", job, {})
+    buckets = (BucketWork(0, 1, 1, 1),)
+    shard_s = (1.0,) * len(shard_rows)
+    return PlanIndex(0, folder, files, 0, shard_rows, shard_s, (GROUP,), buckets, 0, 0, "model", job, {})
 
 
 def plan_manifest(names: Any, job: Any, on_progress: Any) -> Any:
