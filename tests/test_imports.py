@@ -44,7 +44,9 @@ LAYERS = [
     runner bench.workload bench.figures
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
-    bench.images
+    bench.images bench.victims
+    bench.siege bench.aftermath
+    bench.soak
     bench.commands
     cli
     """.strip().splitlines()

@@ -1,0 +1,270 @@
+"""One run directory whose workers are killed, again and again, until it is left in peace to finish."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from random import Random
+
+from batchgen.balance import take_balance
+from batchgen.bench.victims import Log, Order, Victim
+from batchgen.ledger import Ledger
+from batchgen.marker import is_finished
+from batchgen.rundir import RunDirectory
+
+STALE_AFTER_S = 1.0
+_PAUSE_S = 1.6
+"""How long a stopped worker is left alone."""
+_MOMENT_S = 0.8
+"""The longest life of a worker that dies at a moment."""
+_PATIENCE_S = 3.0
+"""For a worker to come to its step; then any moment is good."""
+_LAST = 0.1
+"""Of the rows: when no more are left, workers are sent to die at finalizing."""
+_DRAIN_S = 30.0
+_FINISH_S = 240.0
+_TRIES = 4
+"""At a step before and a step after the call that no worker has come to."""
+_POLL_S = 0.005
+_ENDS = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGTERM: {0, 75, -signal.SIGTERM}}
+"""How a worker may end that a signal has come to. SIGTERM ends it as such before it listens."""
+
+
+class Phase(Enum):
+    """What is left of a run, by which the steps differ that a worker can come to."""
+
+    PLANNING = "planning"
+    MAKING = "making"
+    FINALIZING = "finalizing"
+
+
+class Targets:
+    """The steps to die at: each one before and after its call by SIGKILL, then any, by any signal."""
+
+    def __init__(self, steps: Sequence[str]) -> None:
+        """`steps` are those of an undisturbed run, with every visit."""
+        self._visits = Counter(steps)
+        self._phase: dict[str, Phase] = {}
+        self._queue: dict[Phase, deque[tuple[str, bool]]] = {phase: deque() for phase in Phase}
+        self._tries: Counter[tuple[str, bool]] = Counter()
+        self.hits: Counter[tuple[str, bool]] = Counter()
+        """SIGKILLs at a step, before (False) and after (True) its call."""
+        first_claim = steps.index("link .run/claims/N")
+        last_receipt = len(steps) - 1 - steps[::-1].index("link .run/receipts/N")
+        making = set(steps[first_claim : last_receipt + 1])
+        for place, step in enumerate(steps):
+            other = Phase.PLANNING if place < first_claim else Phase.FINALIZING
+            self._add(step, Phase.MAKING if step in making else other)
+
+    def learn(self, steps: Sequence[str]) -> None:
+        """Steps that were come to under kills: those of taking over are no part of an undisturbed run."""
+        for step in steps:
+            self._add(step, Phase.MAKING)
+
+    def draw(self, phase: Phase, random: Random) -> Order:
+        """The next order for a worker; without a step it is for a moment."""
+        queue = self._queue[phase]
+        if queue and random.random() < 0.7:
+            step, is_after = queue.popleft()
+            self._tries[step, is_after] += 1
+            if self._tries[step, is_after] < _TRIES:
+                queue.append((step, is_after))
+            return Order(signal.SIGKILL, step, self._visit(step, random), is_after)
+        number = random.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], [5, 2, 3])[0]
+        steps = [step for step, its_phase in self._phase.items() if its_phase is phase]
+        if random.random() < 0.5 or not steps:
+            return Order(number, "")
+        step = random.choice(steps)
+        return Order(number, step, self._visit(step, random), random.random() < 0.5)
+
+    def hit(self, order: Order) -> None:
+        """A worker died by SIGKILL at its step."""
+        key = (order.step, order.is_after)
+        self.hits[key] += 1
+        if key in self._queue[self._phase[order.step]]:
+            self._queue[self._phase[order.step]].remove(key)
+
+    def table(self) -> dict[str, list[int]]:
+        """SIGKILLs before and after the call of each step that is known."""
+        return {step: [self.hits[step, False], self.hits[step, True]] for step in self._phase}
+
+    def _add(self, step: str, phase: Phase) -> None:
+        if step not in self._phase:
+            self._phase[step] = phase
+            self._queue[phase] += [(step, False), (step, True)]
+
+    def _visit(self, step: str, random: Random) -> int:
+        return random.randint(1, 1 + self._visits[step] // 16)
+
+
+@dataclass(slots=True)
+class Hunted:
+    """A worker and what is to become of it."""
+
+    victim: Victim
+    order: Order
+    phase: Phase
+    until_s: float
+    """The age at which the signal is sent, if the worker has not come to its step."""
+    sent_at: float | None = None
+    """When it was sent by its age."""
+    stopped_at: float | None = None
+    was_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A worker that has ended."""
+
+    victim: Victim
+    log: Log
+    signal: signal.Signals | None
+    """That it was sent; None for none."""
+    was_stopped: bool
+
+
+@dataclass(slots=True)
+class Siege:
+    """Kills on one run directory. `problems` is what no kill excuses."""
+
+    run: RunDirectory
+    words: Sequence[str]
+    """Of the command, after "run"."""
+    targets: Targets
+    random: Random
+    num_workers: int
+    folder: Path
+    on_kill: Callable[[], object]
+    kills: Counter[tuple[signal.Signals, bool]] = field(default_factory=Counter)
+    """By signal, and whether at a step."""
+    dead: list[Dead] = field(default_factory=list)
+    longest_drain_s: float = 0.0
+    """From a SIGTERM to the end of its worker."""
+    problems: list[str] = field(default_factory=list)
+    _hunted: list[Hunted] = field(default_factory=list)
+    _num_started: int = 0
+
+    def go(self, num_kills: int, per_phase: int) -> None:
+        """Kill up to `num_kills` times, at most `per_phase` of them in planning and in finalizing; then finish."""
+        spent: Counter[Phase] = Counter()
+        try:
+            while self.kills.total() < num_kills and not self.problems:
+                phase = self._phase()
+                is_over = phase is Phase.FINALIZING and (spent[phase] >= per_phase or is_finished(self.run))
+                if is_over and not self._hunted:
+                    break
+                if not is_over:
+                    self._start(Phase.MAKING if spent[phase] >= per_phase else phase)
+                before = self.kills.total()
+                self._tend(phase)
+                spent[phase] += self.kills.total() - before
+                time.sleep(_POLL_S)
+        finally:
+            self._kill_all()
+        self._finish()
+
+    def _phase(self) -> Phase:
+        if not self.run.files.names(self.run.root / "claims"):
+            return Phase.PLANNING
+        index = self.run.index()
+        left = take_balance(index, Ledger(self.run.root, self.run.files)).outstanding
+        return Phase.FINALIZING if left < _LAST * index.num_rows else Phase.MAKING
+
+    def _start(self, phase: Phase) -> None:
+        # Alone, a worker comes to the few steps before and after the making before another has taken them.
+        wanted = self.num_workers if phase is Phase.MAKING else 1 + self.random.randrange(self.num_workers) // 2
+        while len(self._hunted) < wanted:
+            order = self.targets.draw(phase, self.random)
+            until_s = _PATIENCE_S if order.step else self.random.uniform(0.0, _MOMENT_S)
+            self._hunted.append(Hunted(self._victim(order), order, phase, until_s))
+
+    def _victim(self, order: Order | None) -> Victim:
+        self._num_started += 1
+        words = ("run", *self.words)
+        return Victim(words, self.run.path, self.folder / f"worker-{self._num_started}", order)
+
+    def _tend(self, phase: Phase) -> None:
+        for one in list(self._hunted):
+            if phase is Phase.FINALIZING and one.phase is not phase:
+                one.until_s = 0.0  # It would finalize the run before anyone can die of it.
+            if one.victim.exit_code is not None:
+                self._hunted.remove(one)
+                self._bury(one)
+            elif one.victim.is_stopped:
+                self._wake(one)
+            elif one.sent_at is None and one.victim.age_s > one.until_s:
+                one.sent_at = time.monotonic()
+                one.victim.send(one.order.signal)
+            elif one.victim.age_s > one.until_s + _DRAIN_S:
+                self._complain(one.victim, f"has not ended {_DRAIN_S:.0f} s after its signal")
+                one.victim.send(signal.SIGKILL)
+
+    def _wake(self, one: Hunted) -> None:
+        """Let a stopped worker go on when others have taken it for dead, to meet another end."""
+        now = time.monotonic()
+        if one.order.signal != signal.SIGSTOP:
+            one.victim.send(signal.SIGCONT)  # It was late at its step, and had been stopped before.
+        elif one.stopped_at is None:
+            one.stopped_at = now
+        elif now - one.stopped_at > _PAUSE_S:
+            one.victim.send(signal.SIGCONT)
+            self._count(signal.SIGSTOP, is_at_step=one.sent_at is None)
+            number = self.random.choice([signal.SIGKILL, signal.SIGTERM])
+            one.order, one.stopped_at, one.was_stopped, one.sent_at = Order(number, ""), None, True, None
+            one.until_s = one.victim.age_s + self.random.uniform(0.0, 2 * _MOMENT_S)
+
+    def _bury(self, one: Hunted) -> None:
+        log, code, order, is_sent = one.victim.log(), one.victim.exit_code, one.order, one.sent_at is not None
+        self.targets.learn(log.steps)
+        is_at_step = not is_sent and bool(order.step) and log.steps.count(order.step) >= order.visit
+        has_come = is_sent or is_at_step
+        if order.signal == signal.SIGSTOP or (order.signal == signal.SIGKILL and code == 0):
+            has_come = False  # It had ended when the signal was sent.
+        allowed = _ENDS[order.signal] if has_come else {0}
+        if code not in allowed:
+            self._complain(one.victim, f"ended with {code}; allowed are {sorted(allowed)}")
+        if has_come:
+            self._count(order.signal, is_at_step=is_at_step)
+            if is_at_step and order.signal == signal.SIGKILL:
+                self.targets.hit(order)
+            if order.signal == signal.SIGTERM and one.sent_at is not None:
+                self.longest_drain_s = max(self.longest_drain_s, time.monotonic() - one.sent_at)
+        self.dead.append(Dead(one.victim, log, order.signal if has_come else None, one.was_stopped))
+
+    def _count(self, number: signal.Signals, *, is_at_step: bool) -> None:
+        self.kills[number, is_at_step] += 1
+        self.on_kill()
+
+    def _kill_all(self) -> None:
+        for one in self._hunted:
+            one.victim.send(signal.SIGKILL)
+        self._await([one.victim for one in self._hunted], _DRAIN_S)
+        for one in self._hunted:
+            if one.victim.exit_code == -signal.SIGKILL:
+                one.order, one.sent_at = Order(signal.SIGKILL, ""), time.monotonic()
+            self._bury(one)
+        self._hunted.clear()
+
+    def _finish(self) -> None:
+        """All workers once more, undisturbed."""
+        victims = [self._victim(None) for _ in range(self.num_workers)]
+        self._await(victims, _FINISH_S)
+        for one in victims:
+            if one.exit_code != 0:
+                self._complain(one, f"was left in peace and ended with {one.exit_code}")
+                one.send(signal.SIGKILL)
+            self.dead.append(Dead(one, one.log(), None, was_stopped=False))
+
+    def _await(self, victims: Sequence[Victim], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(one.exit_code is None for one in victims) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _complain(self, victim: Victim, what: str) -> None:
+        said = "\n".join(victim.errors().splitlines()[-20:])
+        self.problems.append(f"{self.run.path.name}: a worker ({victim.folder.name}, {victim.order}) {what}\n{said}")
