@@ -16,12 +16,14 @@ import click
 from batchgen.bench.commands import bench
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import is_utf8
+from batchgen.streams import outlast
 from batchgen.version import VERSION
 from batchgen.wording import counted
 
 if TYPE_CHECKING:
     from batchgen.balance import Balance
     from batchgen.job import Job
+    from batchgen.plans import PlanIndex
     from batchgen.progress import Display
     from batchgen.rundir import Planned
 
@@ -86,26 +88,40 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
     from batchgen.progress import reading_bar
+    from batchgen.rundir import RunDirectory
     from batchgen.runner import default_directory, run_job
-    from batchgen.stopping import Stop, StopNow, listening
+    from batchgen.starts import Starts
+    from batchgen.stopping import Stop, StopNow, Stopped, listening
 
     job = _job(options)
     directory = out or default_directory(manifest)
+    starts = Starts(RunDirectory(directory))
+
+    def begin(index: PlanIndex, balance: Balance) -> None:
+        _say(f"run directory {directory}: {balance.line()}")
+        if balance.outstanding:
+            starts.begin(balance)
+
     with listening(Stop()) as stop:
         try:
-            ending = run_job(
-                manifest,
-                directory,
-                job,
-                may_wait=not no_wait,
-                stop=stop,
-                on_planned=lambda planned: _say_planned(planned, job),
-                on_reading=reading_bar(),
-                on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
-                progress=_display,
-            )
+            with starts.noting():
+                ending = run_job(
+                    manifest,
+                    directory,
+                    job,
+                    may_wait=not no_wait,
+                    stop=stop,
+                    on_planned=lambda planned: _say_planned(planned, job),
+                    on_reading=reading_bar(),
+                    on_opened=begin,
+                    progress=_display,
+                )
+                starts.end(is_early=ending.exit_code == Interrupted.exit_code)
+        except Stopped:
+            _end_now(directory, f"stopped by {stop.signal_name}, while no row was being made; the same command goes on")
         except StopNow:
-            _end_now(directory, stop.signal_name)
+            said = f"stopped at once by a second signal (the first was {stop.signal_name}); the same command goes on"
+            _end_now(directory, said)
         except UsageError:
             raise
         except Exception as error:
@@ -235,6 +251,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 
 def main() -> NoReturn:
     """The program: exit codes as the README lists them, no traceback for a user's mistake."""
+    outlast()
     try:
         _check_words(sys.argv[1:])
         cli.main(prog_name="batchgen", standalone_mode=False)
@@ -307,14 +324,17 @@ def _say_balance(directory: Path) -> None:
 
     run = RunDirectory(directory)
     try:
+        if run.files.stat(run.plans / "0.json") is None:
+            _say("nothing is planned yet")
+            return
         click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
     except (BatchgenError, OSError) as error:
         _say(f"the run directory cannot be read now ({error}); the balance is not known")
 
 
-def _end_now(directory: Path, signal_name: str) -> NoReturn:
-    """End without waiting for any thread: what is not committed is dropped."""
-    _say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
+def _end_now(directory: Path, text: str) -> NoReturn:
+    """Say why, and end without waiting for any thread: what is not committed is dropped."""
+    _say(text)
     _say_balance(directory)
     sys.stdout.flush()
     os._exit(Interrupted.exit_code)

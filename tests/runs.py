@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -81,11 +84,19 @@ def run(source: Path | str, out: Path, *args: object, model: object = "pattern")
 class Process:
     """`batchgen ARGS` in a process of its own, its output in files."""
 
-    def __init__(self, *args: object, limit_file_bytes: int | None = None, own_group: bool = False) -> None:
+    def __init__(
+        self,
+        *args: object,
+        limit_file_bytes: int | None = None,
+        own_group: bool = False,
+        sleeps_in: str = "",
+        ignores: signal.Signals | None = None,
+    ) -> None:
+        """`sleeps_in` is a function, as MODULE:NAME, that takes an hour instead; `ignores` a signal, as under nohup."""
         self._folder = Path(tempfile.mkdtemp(prefix="process-"))
         words = [str(arg) for arg in args]
         self._process: ForkServerProcess = _processes.Process(
-            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group)
+            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group, sleeps_in, ignores)
         )
         self._process.start()
 
@@ -117,7 +128,14 @@ class Process:
         return Ended(code, out.read_text() if out.exists() else "", self.errors())
 
 
-def _main(args: list[str], folder: str, limit_file_bytes: int | None, own_group: bool) -> None:
+def _main(
+    args: list[str],
+    folder: str,
+    limit_file_bytes: int | None,
+    own_group: bool,
+    sleeps_in: str,
+    ignores: signal.Signals | None,
+) -> None:
     import resource
 
     for number, name in ((1, "out"), (2, "err")):
@@ -128,8 +146,18 @@ def _main(args: list[str], folder: str, limit_file_bytes: int | None, own_group:
         os.setpgrp()
     if limit_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
+    if sleeps_in:
+        module, name = sleeps_in.split(":")
+        setattr(importlib.import_module(module), name, _sleep)
+    if ignores:
+        signal.signal(ignores, signal.SIG_IGN)
     sys.argv = ["batchgen", *args]
     program.main()
+
+
+def _sleep(*arguments: object, **options: object) -> None:
+    print("asleep", file=sys.stderr, flush=True)
+    time.sleep(3600)
 
 
 def start(source: Path | str, out: Path, *args: object, model: str = "pattern", **options: Any) -> Process:

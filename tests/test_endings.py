@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import pty
 import re
+import select
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.starts import MOST
 from batchgen.worker import Worker
 from tests import runs
 
@@ -116,7 +124,7 @@ def test_full_disk_at_the_fifth_image(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(runs.check_images(out)) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
     process = runs.start(source, out, *SMALL, *FAULTS)
@@ -146,6 +154,125 @@ def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     ended = process.wait()
     assert (ended.code, balance(ended)) == (75, (3, 0, 0, 0, 3))
     assert "stopped at once by a second signal (the first was SIGTERM)" in ended.err
+
+
+def wait_until_asleep(process: runs.Process) -> None:
+    deadline = time.monotonic() + 60
+    while "asleep" not in process.errors():
+        assert process.is_running, process.errors()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LOADING = "batchgen.models.pattern:PatternGenerator"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("batchgen.rundir:survey", ""),
+        (LOADING, "3 rows = 0 done + 0 failed + 0 rejected + 3 outstanding"),
+        ("batchgen.runner:finalize", "3 rows = 3 done + 0 failed + 0 rejected + 0 outstanding"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_obeyed_at_once_where_no_row_is_made(
+    tmp_path: Path, place: str, said: str, number: signal.Signals
+) -> None:
+    """While the manifest is read, a model loads, or the tables are written."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    process = runs.start(source, out, sleeps_in=place)
+    wait_until_asleep(process)
+    process.signal(number)
+    ended = process.wait()
+    assert (ended.code, ended.closing_line) == (75, said), ended
+    assert f"stopped by {number.name}, while no row was being made; the same command goes on" in ended.err
+    assert ("nothing is planned yet" in ended.err) == (not said)
+    assert runs.run(source, out).code == 0
+    assert len(runs.check_images(out)) == 3
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup."""
+    source, out = slow(tmp_path / "m.parquet", 6), tmp_path / "out"
+    process = runs.start(source, out, *SMALL, *FAULTS, ignores=signal.SIGHUP)
+    wait_for_receipts(out, process, 1)
+    process.signal(signal.SIGHUP)
+    ended = process.wait()
+    assert (ended.code, balance(ended)) == (0, (6, 6, 0, 0, 0))
+
+
+@pytest.mark.slow
+def test_a_drain_ends_within_thirty_seconds(tmp_path: Path) -> None:
+    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    process = runs.start(source, out, *FAULTS)
+    while not list(out.glob(".run/work/*")):
+        assert process.is_running
+        time.sleep(0.01)
+    process.signal(signal.SIGTERM)
+    assert process.wait(30).code == 75
+
+
+@pytest.mark.parametrize("streams", ["2>&1 | true", ">&- 2>&-", ">/dev/full 2>&1", ">/dev/full 2>&-"])
+def test_streams_that_nobody_reads_change_nothing(tmp_path: Path, streams: str) -> None:
+    """A pipe whose reader has gone, closed streams, a log on a full disk."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 4), tmp_path / "out"
+    command = shlex.join([sys.executable, "-m", "batchgen", "run", str(source), "-o", str(out), "--model", "pattern"])
+    script = f"{{ {command}; echo $? >{tmp_path}/code; }} {streams}"
+    subprocess.run(["bash", "-c", script], check=False, timeout=120, cwd=runs.ROOT)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert len(runs.check_images(out)) == 4
+
+
+def test_a_terminal_that_closes_costs_nothing(tmp_path: Path) -> None:
+    """Its hangup is a stop signal, and that nothing can be printed any more does not keep the rows from the disk."""
+    source, out = slow(tmp_path / "m.parquet", 200), tmp_path / "out"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = ["run", str(source), "-o", str(out), "--model", "pattern", *SMALL, *FAULTS]
+        os.chdir(runs.ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "batchgen", *words])
+    deadline = time.monotonic() + 120
+    while len(list(out.glob(".run/receipts/*"))) < 2:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    status = json.loads(runs.batchgen("status", out, "--json").out)
+    assert 0 < status["done"] < 200
+    assert not list(out.glob(".run/work/*.png"))
+
+
+def test_starts_that_come_to_nothing_are_told_and_not_repeated(tmp_path: Path) -> None:
+    """What a queue starts again and again is killed while its model loads; then it is mended."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    for _ in range(MOST):
+        process = runs.start(source, out, sleeps_in=LOADING)
+        wait_until_asleep(process)
+        process.signal(signal.SIGKILL)
+        assert process.wait().code == -9
+    ended = runs.start(source, out, sleeps_in=LOADING).wait()
+    assert (ended.code, balance(ended)) == (1, (3, 0, 0, 0, 3))
+    assert f"the last {MOST} starts of this run ended before a row was settled" in ended.err
+    assert "Traceback" not in ended.err
+    assert runs.run(source, out).code == 0
+
+
+def test_starts_that_are_stopped_before_a_commit_come_to_nothing_too(tmp_path: Path) -> None:
+    """A time limit that one batch outlasts: each start gives its shard back."""
+    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    options = (*FAULTS, "--grace", "5.01")
+    for number in range(MOST):
+        process = runs.start(source, out, *options)
+        deadline = time.monotonic() + 60
+        while len(list(out.glob(".run/claims/*-?"))) <= number or not list(out.glob(".run/work/*")):
+            assert process.is_running, process.errors()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.signal(signal.SIGTERM)
+        assert process.wait().code == 75
+    assert runs.run(source, out, *options).code == 1
 
 
 @pytest.mark.parametrize("command", ["verify", "finalize"])

@@ -25,7 +25,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording
+    errors version wording streams
     records
     job filesystem owners
     cost
@@ -38,7 +38,7 @@ LAYERS = [
     engine.steps truncation drafts plans
     engine.engine balance differences progress stopping importer
     rundir making
-    marker publish report
+    marker publish report starts
     epoch finalize verify
     worker
     runner bench.workload bench.figures

@@ -115,6 +115,7 @@ def test_every_step_is_aimed_at_from_both_sides() -> None:
         aimed = {(one.step, one.is_after) for one in drawn if one.step and one.signal == signal.SIGKILL}
         assert aimed == {(step, is_after) for step in wanted for is_after in (False, True)}
         assert {one.signal for one in drawn} == {signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP}
+        assert {bool(one.step) for one in drawn} == {False, True}
     targets.hit(Order(signal.SIGKILL, "mkdir a"))
     assert targets.table()["mkdir a"] == [1, 0]
 

@@ -69,7 +69,8 @@ class Targets:
     def draw(self, phase: Phase, random: Random) -> Order:
         """The next order for a worker; without a step it is for a moment."""
         queue = self._queue[phase]
-        if queue and random.random() < 0.7:
+        # A worker that gets past the few steps of planning or finalizing ends these phases for the others.
+        if queue and (phase is not Phase.MAKING or random.random() < 0.7):
             step, is_after = queue.popleft()
             self._tries[step, is_after] += 1
             if self._tries[step, is_after] < _TRIES:
