@@ -42,7 +42,7 @@ LAYERS = [
     epoch finalize verify
     worker
     runner bench.workload bench.figures
-    bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
+    bench.plan bench.long bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images bench.victims
     bench.siege bench.aftermath

@@ -189,6 +189,24 @@ def soak(kills: int, seed: int, workers: str, rows: int, formats: str, **options
         raise BatchgenError(f"{len(report.problems)} problems, named above; the first: {report.problems[0]}")
 
 
+@bench.command(name="long")
+@click.option("--rows", type=click.IntRange(min=1000), default=200_000, show_default=True)
+@click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), default="webdataset")
+@_JSON_FILE
+@_FOLDER
+def long_(rows: int, output_format: str, json_file: Path | None, folder: Path | None) -> None:
+    """Memory and rate of one worker over many rows, and how soon the next one goes on.
+
+    \b
+    Example: batchgen bench long --rows 200000
+    """
+    from batchgen.bench.long import bench_long
+
+    measured = bench_long(rows, output_format, folder)
+    _save(measured, json_file)
+    _say("\n".join(measured.lines()))
+
+
 def _save(report: Any, path: Path | None) -> None:
     from dataclasses import asdict
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from batchgen import starts
 from batchgen.filesystem import FileSystem
 from batchgen.generator import Pending
 from batchgen.models.pattern import PatternGenerator
@@ -133,6 +134,7 @@ def _live(words: tuple[str, ...], out: Path, folder: Path, order: Order | None) 
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # Its own has a semaphore, which a killed process leaves behind.
+    starts.MOST = sys.maxsize  # It is the bench that kills them.
     _Witness(out, folder / "log", order).watch()
     sys.argv = ["batchgen", *words]
     runpy.run_module("batchgen", run_name="__main__")
