@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +52,23 @@ def test_fifteen_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_hundred_kills(tmp_path: Path) -> None:
     check(*soak(tmp_path, 200), 200)
+
+
+@pytest.mark.slow
+def test_a_soak_finds_a_planted_fault(tmp_path: Path) -> None:
+    code = (
+        "from batchgen.bench import victims\n"
+        "victims._processes.set_forkserver_preload(['batchgen.runner', 'tests.planted'])\n"
+        "from batchgen.cli import main\n"
+        "main()"
+    )
+    report = tmp_path / "soak.json"
+    words = ["bench", "soak", "--kills", "200", "--formats", "parquet", "--json", str(report)]
+    command = [sys.executable, "-c", code, *words, "--folder", str(tmp_path / "work")]
+    ended = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert json.loads(report.read_text())["rows_doubled"] > 0
+    assert "doubled=" in ended.stdout
 
 
 @pytest.mark.parametrize("options", [["--workers", "3-1"], ["--workers", "some"], ["--formats", "files,zip"]])

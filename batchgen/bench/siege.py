@@ -24,6 +24,10 @@ _MOMENT_S = 0.8
 """The longest life of a worker that dies at a moment."""
 _PATIENCE_S = 3.0
 """For a worker to come to its step; then any moment is good."""
+_STARTING_S = 20.0
+"""For a worker to come to a shard."""
+_AT_WORK = 0.8
+"""Of the workers, those whose time counts from there."""
 _LAST = 0.1
 """Of the rows: when no more are left, workers are sent to die at finalizing."""
 _DRAIN_S = 30.0
@@ -111,11 +115,23 @@ class Hunted:
     order: Order
     phase: Phase
     until_s: float
-    """The age at which the signal is sent, if the worker has not come to its step."""
+    """When the signal is sent, if the worker has not come to its step: seconds after it has come to a shard."""
+    counts_from_claim: bool
+    """Else they are counted from its start."""
+    claimed_at: float | None = None
     sent_at: float | None = None
     """When it was sent by its age."""
     stopped_at: float | None = None
     was_stopped: bool = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its signal is to be sent. On a machine that is busy a worker may take long to come to a shard."""
+        if not self.counts_from_claim or self.victim.age_s > _STARTING_S:
+            return self.victim.age_s > self.until_s
+        if self.claimed_at is None and self.victim.has_claimed:
+            self.claimed_at = time.monotonic()
+        return self.claimed_at is not None and time.monotonic() - self.claimed_at > self.until_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +198,8 @@ class Siege:
         while len(self._hunted) < wanted:
             order = self.targets.draw(phase, self.random)
             until_s = _PATIENCE_S if order.step else self.random.uniform(0.0, _MOMENT_S)
-            self._hunted.append(Hunted(self._victim(order), order, phase, until_s))
+            counts_from_claim = phase is Phase.MAKING and self.random.random() < _AT_WORK
+            self._hunted.append(Hunted(self._victim(order), order, phase, until_s, counts_from_claim))
 
     def _victim(self, order: Order | None) -> Victim:
         self._num_started += 1
@@ -192,16 +209,19 @@ class Siege:
     def _tend(self, phase: Phase) -> None:
         for one in list(self._hunted):
             if phase is Phase.FINALIZING and one.phase is not phase:
-                one.until_s = 0.0  # It would finalize the run before anyone can die of it.
+                one.until_s, one.counts_from_claim = (
+                    0.0,
+                    False,
+                )  # It would finalize the run before anyone can die of it.
             if one.victim.exit_code is not None:
                 self._hunted.remove(one)
                 self._bury(one)
             elif one.victim.is_stopped:
                 self._wake(one)
-            elif one.sent_at is None and one.victim.age_s > one.until_s:
+            elif one.sent_at is None and one.is_due:
                 one.sent_at = time.monotonic()
                 one.victim.send(one.order.signal)
-            elif one.victim.age_s > one.until_s + _DRAIN_S:
+            elif one.sent_at is not None and time.monotonic() - one.sent_at > _DRAIN_S:
                 self._complain(one.victim, f"has not ended {_DRAIN_S:.0f} s after its signal")
                 one.victim.send(signal.SIGKILL)
 
@@ -217,7 +237,7 @@ class Siege:
             self._count(signal.SIGSTOP, is_at_step=one.sent_at is None)
             number = self.random.choice([signal.SIGKILL, signal.SIGTERM])
             one.order, one.stopped_at, one.was_stopped, one.sent_at = Order(number, ""), None, True, None
-            one.until_s = one.victim.age_s + self.random.uniform(0.0, 2 * _MOMENT_S)
+            one.until_s, one.counts_from_claim = one.victim.age_s + self.random.uniform(0.0, 2 * _MOMENT_S), False
 
     def _bury(self, one: Hunted) -> None:
         log, code, order, is_sent = one.victim.log(), one.victim.exit_code, one.order, one.sent_at is not None

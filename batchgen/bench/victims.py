@@ -38,6 +38,7 @@ _NAMES = (
     (re.compile(r"\d{4}(?=\.parquet)"), "0000"),
     (re.compile(r"[^/]+\.png"), "*.png"),
 )
+_CLAIMED = "claimed"
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["batchgen.cli", "batchgen.runner", "batchgen.report", "batchgen.bench.victims"])
 
@@ -91,6 +92,11 @@ class Victim:
         return time.monotonic() - self.started_s
 
     @property
+    def has_claimed(self) -> bool:
+        """Whether it has come to a shard."""
+        return (self.folder / _CLAIMED).exists()
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs; the negative number of a signal that ended it."""
         return self._process.exitcode
@@ -135,7 +141,7 @@ def _live(words: tuple[str, ...], out: Path, folder: Path, order: Order | None) 
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # Its own has a semaphore, which a killed process leaves behind.
     starts.MOST = sys.maxsize  # It is the bench that kills them.
-    _Witness(out, folder / "log", order).watch()
+    _Witness(out, folder, order).watch()
     sys.argv = ["batchgen", *words]
     runpy.run_module("batchgen", run_name="__main__")
 
@@ -143,9 +149,10 @@ def _live(words: tuple[str, ...], out: Path, folder: Path, order: Order | None) 
 class _Witness:
     """Sits between this process and its disk: writes the log, and sends the signal when its time has come."""
 
-    def __init__(self, out: Path, log: Path, order: Order | None) -> None:
+    def __init__(self, out: Path, folder: Path, order: Order | None) -> None:
         self._out = out
-        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._folder = folder
+        self._log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._order = order
         self._visits: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -182,6 +189,8 @@ class _Witness:
             self._write("step", step)
             self._obey(step, visit, is_after=False)
             result = call(*arguments, **options)
+            if step == "link .run/claims/N":
+                self._folder.joinpath(_CLAIMED).touch()
             self._obey(step, visit, is_after=True)
             return result
 
