@@ -12,7 +12,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -89,14 +89,14 @@ class Process:
         *args: object,
         limit_file_bytes: int | None = None,
         own_group: bool = False,
-        sleeps_in: str = "",
+        puts: Mapping[str, Callable[..., object]] | None = None,
         ignores: signal.Signals | None = None,
     ) -> None:
-        """`sleeps_in` is a function, as MODULE:NAME, that takes an hour instead; `ignores` a signal, as under nohup."""
+        """`puts` are functions to put in the place of others, by MODULE:NAME; `ignores` is a signal, as under nohup."""
         self._folder = Path(tempfile.mkdtemp(prefix="process-"))
         words = [str(arg) for arg in args]
         self._process: ForkServerProcess = _processes.Process(
-            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group, sleeps_in, ignores)
+            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group, puts, ignores)
         )
         self._process.start()
 
@@ -133,7 +133,7 @@ def _main(
     folder: str,
     limit_file_bytes: int | None,
     own_group: bool,
-    sleeps_in: str,
+    puts: Mapping[str, Callable[..., object]] | None,
     ignores: signal.Signals | None,
 ) -> None:
     import resource
@@ -146,16 +146,17 @@ def _main(
         os.setpgrp()
     if limit_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
-    if sleeps_in:
-        module, name = sleeps_in.split(":")
-        setattr(importlib.import_module(module), name, _sleep)
+    for place, function in (puts or {}).items():
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, function)
     if ignores:
         signal.signal(ignores, signal.SIG_IGN)
     sys.argv = ["batchgen", *args]
     program.main()
 
 
-def _sleep(*arguments: object, **options: object) -> None:
+def sleep(*arguments: object, **options: object) -> None:
+    """For an hour, which it says."""
     print("asleep", file=sys.stderr, flush=True)
     time.sleep(3600)
 

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.generator import DeviceLost
 from batchgen.starts import MOST
 from batchgen.worker import Worker
 from tests import runs
@@ -46,6 +48,38 @@ def wait_for_receipts(out: Path, process: runs.Process, num: int) -> None:
         if len(list(out.glob(".run/receipts/*"))) >= num:
             return
         time.sleep(0.01)
+
+
+NOTHING_MADE = "2 rows = 0 done + 0 failed + 0 rejected + 2 outstanding"
+
+
+def lose_device(*arguments: object) -> None:
+    raise DeviceLost("the device's context is gone")
+
+
+def have_bug(*arguments: object) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("code", "prompt", "setting", "puts", "closing_line"),
+    [
+        (0, "a fox", "", {}, "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"),
+        (3, "fault: nan", "", {}, "2 rows = 1 done + 1 failed + 0 rejected + 0 outstanding"),
+        (2, "a fox", "plan.max_batsh=2", {}, ""),
+        (1, "a fox", "", {"batchgen.runner:Worker": have_bug}, NOTHING_MADE),
+        (1, "a fox", "", {"batchgen.worker:Epoch": lose_device}, NOTHING_MADE),
+    ],
+    ids=["made", "failed", "usage", "bug", "device"],
+)  # fmt: skip
+def test_what_a_process_ends_with(
+    tmp_path: Path, code: int, prompt: str, setting: str, puts: dict[str, Any], closing_line: str
+) -> None:
+    rows = [{"id": "a", "prompt": prompt}, {"id": "b", "prompt": "a goose"}]
+    source, words = runs.manifest(tmp_path / "m.parquet", rows), ["--set", setting] if setting else []
+    ended = runs.start(source, tmp_path / "out", *FAULTS, *words, puts=puts).wait()
+    assert (ended.code, ended.closing_line) == (code, closing_line), ended
+    assert ("Traceback" in ended.err) == (puts.get("batchgen.runner:Worker") is not None)
 
 
 def test_complete(tmp_path: Path) -> None:
@@ -140,6 +174,21 @@ def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signal
     assert len(runs.check_images(out)) == 12
 
 
+def test_case_29_a_signal_to_the_whole_group_twice_is_one_drain(tmp_path: Path) -> None:
+    source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
+    process = runs.start(source, out, *SMALL, *FAULTS, own_group=True)
+    wait_for_receipts(out, process, 1)
+    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGCONT)
+    os.killpg(process.pid, signal.SIGTERM)
+    ended = process.wait()
+    assert ended.code == 75, ended
+    assert 0 < balance(ended)[1] < 12
+    assert ended.err.count("stopped by SIGTERM; the same command goes on") == 1
+    assert runs.run(source, out, *SMALL, *FAULTS).code == 0
+    assert len(runs.check_images(out)) == 12
+
+
 def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     """Neither the rows of an hour each nor the grace of an hour are waited for."""
     source, out = slow(tmp_path / "m.parquet", 3, 3600), tmp_path / "out"
@@ -181,7 +230,7 @@ def test_a_signal_is_obeyed_at_once_where_no_row_is_made(
 ) -> None:
     """While the manifest is read, a model loads, or the tables are written."""
     source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
-    process = runs.start(source, out, sleeps_in=place)
+    process = runs.start(source, out, puts={place: runs.sleep})
     wait_until_asleep(process)
     process.signal(number)
     ended = process.wait()
@@ -248,11 +297,11 @@ def test_starts_that_come_to_nothing_are_told_and_not_repeated(tmp_path: Path) -
     """What a queue starts again and again is killed while its model loads; then it is mended."""
     source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
     for _ in range(MOST):
-        process = runs.start(source, out, sleeps_in=LOADING)
+        process = runs.start(source, out, puts={LOADING: runs.sleep})
         wait_until_asleep(process)
         process.signal(signal.SIGKILL)
         assert process.wait().code == -9
-    ended = runs.start(source, out, sleeps_in=LOADING).wait()
+    ended = runs.start(source, out, puts={LOADING: runs.sleep}).wait()
     assert (ended.code, balance(ended)) == (1, (3, 0, 0, 0, 3))
     assert f"the last {MOST} starts of this run ended before a row was settled" in ended.err
     assert "Traceback" not in ended.err
