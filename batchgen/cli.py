@@ -118,13 +118,17 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
                 )
                 starts.end(is_early=ending.exit_code == Interrupted.exit_code)
         except Stopped:
-            _end_now(directory, f"stopped by {stop.signal_name}, while no row was being made; the same command goes on")
+            _end_unfinished(directory, stop.signal_name)
         except StopNow:
             said = f"stopped at once by a second signal (the first was {stop.signal_name}); the same command goes on"
             _end_now(directory, said)
         except UsageError:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
             raise
         except Exception as error:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
             _say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             _say_balance(directory)
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
@@ -330,6 +334,10 @@ def _say_balance(directory: Path) -> None:
         click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
     except (BatchgenError, OSError) as error:
         _say(f"the run directory cannot be read now ({error}); the balance is not known")
+
+
+def _end_unfinished(directory: Path, signal_name: str) -> NoReturn:
+    _end_now(directory, f"stopped by {signal_name}, while no row was being made; the same command goes on")
 
 
 def _end_now(directory: Path, text: str) -> NoReturn:

@@ -34,6 +34,8 @@ class Stop:
     since: float | None = None
     is_raised: bool = False
     """Whether the first signal is raised as Stopped, beside being noted."""
+    was_raised: bool = False
+    """Whether it has been: libraries in C may turn it into an error of theirs."""
 
     @property
     def is_asked(self) -> bool:
@@ -50,6 +52,7 @@ class Stop:
             self.signal_name = signal.Signals(number).name
             self.since = self.clock()
             if self.is_raised:
+                self.was_raised = True
                 raise Stopped
         elif self.age_s() > REPEAT_S:
             raise StopNow

@@ -241,6 +241,24 @@ def test_a_signal_is_obeyed_at_once_where_no_row_is_made(
     assert len(runs.check_images(out)) == 3
 
 
+def sleep_and_turn_the_signal_into_an_error(*arguments: object, **options: object) -> None:
+    """As C code does that asks only whether there was an error."""
+    try:
+        runs.sleep()
+    except BaseException:
+        raise AttributeError("partially initialized module") from None
+
+
+def test_a_signal_that_a_library_makes_an_error_of_is_no_crash(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    process = runs.start(source, out, puts={LOADING: sleep_and_turn_the_signal_into_an_error})
+    wait_until_asleep(process)
+    process.signal(signal.SIGTERM)
+    ended = process.wait()
+    assert (ended.code, balance(ended)) == (75, (3, 0, 0, 0, 3)), ended
+    assert "Traceback" not in ended.err
+
+
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
     source, out = slow(tmp_path / "m.parquet", 6), tmp_path / "out"

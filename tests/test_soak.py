@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.bench.aftermath import Loss, compare, loss
-from batchgen.bench.siege import Phase, Targets
+from batchgen.bench.siege import Targets
 from batchgen.bench.soak import write_manifest
 from batchgen.bench.victims import Log, Made, Order, Victim
 from batchgen.rundir import RunDirectory
@@ -122,21 +122,18 @@ def test_the_manifest_can_be_made_and_is_the_same_for_a_seed(tmp_path: Path) -> 
 
 
 def test_every_step_is_aimed_at_from_both_sides() -> None:
-    steps = ["mkdir a", "link .run/claims/N", "fsync b", "link .run/receipts/N", "fsync b", "link _SUCCESS"]
+    steps = ["mkdir a", "link b", "fsync c", "link b"]
     targets = Targets(steps)
+    wanted = [(step, is_after) for step in ("mkdir a", "link b", "fsync c") for is_after in (False, True)]
+    assert [(one.step, one.is_after) for one in targets.missed()] == wanted
     random = Random(0)
-    for phase, wanted in (
-        (Phase.PLANNING, {"mkdir a"}),
-        (Phase.MAKING, {"link .run/claims/N", "fsync b", "link .run/receipts/N"}),
-        (Phase.FINALIZING, {"link _SUCCESS"}),
-    ):
-        drawn = [targets.draw(phase, random) for _ in range(100)]
-        aimed = {(one.step, one.is_after) for one in drawn if one.step and one.signal == signal.SIGKILL}
-        assert aimed == {(step, is_after) for step in wanted for is_after in (False, True)}
-        assert {one.signal for one in drawn} == {signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP}
-        assert {bool(one.step) for one in drawn} == {False, True}
-    targets.hit(Order(signal.SIGKILL, "mkdir a"))
-    assert targets.table()["mkdir a"] == [1, 0]
+    drawn = [targets.draw(random) for _ in range(300)]
+    assert {(one.step, one.is_after) for one in drawn if one.step} == set(wanted)
+    assert {one.signal for one in drawn} == {signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP}
+    targets.hits["mkdir a", False] += 1
+    assert (len(targets.missed()), targets.table()["mkdir a"]) == (5, [1, 0])
+    targets.learn(["fsync c", "unlink d"])
+    assert [one.step for one in targets.missed()][-2:] == ["unlink d"] * 2
 
 
 # What a soak must notice

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from random import Random
 
-from batchgen.balance import take_balance
 from batchgen.bench.victims import Log, Order, Victim
-from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
 from batchgen.rundir import RunDirectory
 
@@ -28,83 +25,45 @@ _STARTING_S = 20.0
 """For a worker to come to a shard."""
 _AT_WORK = 0.8
 """Of the workers, those whose time counts from there."""
-_LAST = 0.1
-"""Of the rows: when no more are left, workers are sent to die at finalizing."""
 _DRAIN_S = 30.0
 _FINISH_S = 240.0
-_TRIES = 4
-"""At a step before and a step after the call that no worker has come to."""
 _POLL_S = 0.005
 _ENDS = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGTERM: {0, 75, -signal.SIGTERM}}
 """How a worker may end that a signal has come to. SIGTERM ends it as such before it listens."""
 
 
-class Phase(Enum):
-    """What is left of a run, by which the steps differ that a worker can come to."""
-
-    PLANNING = "planning"
-    MAKING = "making"
-    FINALIZING = "finalizing"
-
-
 class Targets:
-    """The steps to die at: each one before and after its call by SIGKILL, then any, by any signal."""
+    """The steps to die at, in the order in which an undisturbed run comes to them."""
 
     def __init__(self, steps: Sequence[str]) -> None:
         """`steps` are those of an undisturbed run, with every visit."""
         self._visits = Counter(steps)
-        self._phase: dict[str, Phase] = {}
-        self._queue: dict[Phase, deque[tuple[str, bool]]] = {phase: deque() for phase in Phase}
-        self._tries: Counter[tuple[str, bool]] = Counter()
         self.hits: Counter[tuple[str, bool]] = Counter()
         """SIGKILLs at a step, before (False) and after (True) its call."""
-        first_claim = steps.index("link .run/claims/N")
-        last_receipt = len(steps) - 1 - steps[::-1].index("link .run/receipts/N")
-        making = set(steps[first_claim : last_receipt + 1])
-        for place, step in enumerate(steps):
-            other = Phase.PLANNING if place < first_claim else Phase.FINALIZING
-            self._add(step, Phase.MAKING if step in making else other)
 
     def learn(self, steps: Sequence[str]) -> None:
         """Steps that were come to under kills: those of taking over are no part of an undisturbed run."""
         for step in steps:
-            self._add(step, Phase.MAKING)
+            self._visits.setdefault(step, 1)
 
-    def draw(self, phase: Phase, random: Random) -> Order:
-        """The next order for a worker; without a step it is for a moment."""
-        queue = self._queue[phase]
-        # A worker that gets past the few steps of planning or finalizing ends these phases for the others.
-        if queue and (phase is not Phase.MAKING or random.random() < 0.7):
-            step, is_after = queue.popleft()
-            self._tries[step, is_after] += 1
-            if self._tries[step, is_after] < _TRIES:
-                queue.append((step, is_after))
-            return Order(signal.SIGKILL, step, self._visit(step, random), is_after)
+    def missed(self) -> list[Order]:
+        """An order for each step, before and after its call, at which nobody has died yet."""
+        sides = [(step, is_after) for step in self._visits for is_after in (False, True)]
+        return [
+            Order(signal.SIGKILL, step, is_after=is_after) for step, is_after in sides if not self.hits[step, is_after]
+        ]
+
+    def draw(self, random: Random) -> Order:
+        """Any order for a worker; without a step it is for a moment."""
         number = random.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], [5, 2, 3])[0]
-        steps = [step for step, its_phase in self._phase.items() if its_phase is phase]
-        if random.random() < 0.5 or not steps:
+        if random.random() < 0.5:
             return Order(number, "")
-        step = random.choice(steps)
-        return Order(number, step, self._visit(step, random), random.random() < 0.5)
-
-    def hit(self, order: Order) -> None:
-        """A worker died by SIGKILL at its step."""
-        key = (order.step, order.is_after)
-        self.hits[key] += 1
-        if key in self._queue[self._phase[order.step]]:
-            self._queue[self._phase[order.step]].remove(key)
+        step = random.choice(list(self._visits))
+        return Order(number, step, random.randint(1, 1 + self._visits[step] // 16), random.random() < 0.5)
 
     def table(self) -> dict[str, list[int]]:
         """SIGKILLs before and after the call of each step that is known."""
-        return {step: [self.hits[step, False], self.hits[step, True]] for step in self._phase}
-
-    def _add(self, step: str, phase: Phase) -> None:
-        if step not in self._phase:
-            self._phase[step] = phase
-            self._queue[phase] += [(step, False), (step, True)]
-
-    def _visit(self, step: str, random: Random) -> int:
-        return random.randint(1, 1 + self._visits[step] // 16)
+        return {step: [self.hits[step, False], self.hits[step, True]] for step in self._visits}
 
 
 @dataclass(slots=True)
@@ -113,7 +72,6 @@ class Hunted:
 
     victim: Victim
     order: Order
-    phase: Phase
     until_s: float
     """When the signal is sent, if the worker has not come to its step: seconds after it has come to a shard."""
     counts_from_claim: bool
@@ -166,53 +124,42 @@ class Siege:
     _hunted: list[Hunted] = field(default_factory=list)
     _num_started: int = 0
 
-    def go(self, num_kills: int, per_phase: int) -> None:
-        """Kill up to `num_kills` times, at most `per_phase` of them in planning and in finalizing; then finish."""
-        spent: Counter[Phase] = Counter()
+    def sweep(self) -> None:
+        """One worker after another dies at the next step that none has died at, until the run is finished."""
+        for order in self.targets.missed():
+            one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
+            self._await([one.victim], _FINISH_S)
+            one.victim.send(signal.SIGKILL)
+            self._bury(one)
+            if is_finished(self.run) or self.problems:
+                break
+        self._finish()
+
+    def go(self, num_kills: int) -> None:
+        """Kill up to `num_kills` times, as long as the run is not finished; then finish it."""
         try:
-            while self.kills.total() < num_kills and not self.problems:
-                phase = self._phase()
-                is_over = phase is Phase.FINALIZING and (spent[phase] >= per_phase or is_finished(self.run))
-                if is_over and not self._hunted:
-                    break
-                if not is_over:
-                    self._start(Phase.MAKING if spent[phase] >= per_phase else phase)
-                before = self.kills.total()
-                self._tend(phase)
-                spent[phase] += self.kills.total() - before
+            while self.kills.total() < num_kills and not self.problems and not is_finished(self.run):
+                self._start()
+                self._tend()
                 time.sleep(_POLL_S)
         finally:
             self._kill_all()
         self._finish()
 
-    def _phase(self) -> Phase:
-        if not self.run.files.names(self.run.root / "claims"):
-            return Phase.PLANNING
-        index = self.run.index()
-        left = take_balance(index, Ledger(self.run.root, self.run.files)).outstanding
-        return Phase.FINALIZING if left < _LAST * index.num_rows else Phase.MAKING
-
-    def _start(self, phase: Phase) -> None:
-        # Alone, a worker comes to the few steps before and after the making before another has taken them.
-        wanted = self.num_workers if phase is Phase.MAKING else 1 + self.random.randrange(self.num_workers) // 2
-        while len(self._hunted) < wanted:
-            order = self.targets.draw(phase, self.random)
+    def _start(self) -> None:
+        while len(self._hunted) < self.num_workers:
+            order = self.targets.draw(self.random)
             until_s = _PATIENCE_S if order.step else self.random.uniform(0.0, _MOMENT_S)
-            counts_from_claim = phase is Phase.MAKING and self.random.random() < _AT_WORK
-            self._hunted.append(Hunted(self._victim(order), order, phase, until_s, counts_from_claim))
+            counts_from_claim = self.random.random() < _AT_WORK
+            self._hunted.append(Hunted(self._victim(order), order, until_s, counts_from_claim))
 
     def _victim(self, order: Order | None) -> Victim:
         self._num_started += 1
         words = ("run", *self.words)
         return Victim(words, self.run.path, self.folder / f"worker-{self._num_started}", order)
 
-    def _tend(self, phase: Phase) -> None:
+    def _tend(self) -> None:
         for one in list(self._hunted):
-            if phase is Phase.FINALIZING and one.phase is not phase:
-                one.until_s, one.counts_from_claim = (
-                    0.0,
-                    False,
-                )  # It would finalize the run before anyone can die of it.
             if one.victim.exit_code is not None:
                 self._hunted.remove(one)
                 self._bury(one)
@@ -252,7 +199,7 @@ class Siege:
         if has_come:
             self._count(order.signal, is_at_step=is_at_step)
             if is_at_step and order.signal == signal.SIGKILL:
-                self.targets.hit(order)
+                self.targets.hits[order.step, order.is_after] += 1
             if order.signal == signal.SIGTERM and one.sent_at is not None:
                 self.longest_drain_s = max(self.longest_drain_s, time.monotonic() - one.sent_at)
         self.dead.append(Dead(one.victim, log, order.signal if has_come else None, one.was_stopped))

@@ -1,4 +1,6 @@
-"""Real workers killed some hundred times, and what they leave held against an undisturbed run."""
+"""Real workers killed some hundred times, and what they leave held against an undisturbed run.
+
+First at every step in turn, then by any signal at any step or moment."""
 
 from __future__ import annotations
 
@@ -33,6 +35,8 @@ _SIZES = ((64, 64), (96, 64), (128, 192), (320, 256), (64, 448), (256, 256))
 _DEATHS = 1_000_000
 """Of a shard's owners until its rows are suspected: never, where the soak is what kills them."""
 _UNDISTURBED_S = 300.0
+_FEW_ROWS = 40
+"""Of the run directories in which every step is died at: few, so that the last ones are soon come to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Settings:
     formats: Sequence[str] = FORMATS
     rows: int = 240
     """Of each run directory."""
-    kills_each: int = 60
+    kills_each: int = 40
     """The most kills on one run directory."""
     folder: Path | None = None
 
@@ -102,7 +106,7 @@ class Report:
 
 
 def bench_soak(settings: Settings, say: Callable[[str], None]) -> Report:
-    """Kill workers until that has been done often enough, on one run directory after another, in all formats in turn.
+    """Kill workers until that has been done often enough, on one run directory after another, in all formats.
 
     Everything is kept where a problem was found.
     """
@@ -127,6 +131,7 @@ class _Format:
     """What all run directories of a format share."""
 
     name: str
+    manifest: Path
     truth: RunDirectory
     targets: Targets
 
@@ -150,13 +155,19 @@ class _Soak:
 
     def go(self) -> Report:
         settings, report, started = self._settings, self._report, time.monotonic()
+        few = write_manifest(self._folder / "few.parquet", _FEW_ROWS, self._random)
         manifest = write_manifest(self._folder / "manifest.parquet", settings.rows, self._random)
         with tqdm(total=settings.kills, unit="kill", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
-            formats = [self._undisturbed(name, manifest) for name in settings.formats]
-            while self._kills.total() < settings.kills and not report.problems:
-                self._besiege(formats[report.run_directories % len(formats)], manifest, bar)
+            small = [self._undisturbed(name, few) for name in settings.formats]
+            large = [self._undisturbed(name, manifest) for name in settings.formats]
+            for one, other in zip(small, large, strict=True):
+                other.targets = one.targets
+                while self._has_work and self._sweep(one, bar):
+                    pass
+            while self._has_work:
+                self._besiege(large[report.run_directories % len(large)], bar)
         report.kills = self._kills.total()
-        report.steps = {one.name: one.targets.table() for one in formats}
+        report.steps = {one.name: one.targets.table() for one in small}
         report.seconds = time.monotonic() - started
         return report
 
@@ -168,40 +179,57 @@ class _Soak:
         )
         return [str(manifest), "-o", str(out), *(word for key in keys for word in ("--set", key))]
 
+    @property
+    def _has_work(self) -> bool:
+        return self._kills.total() < self._settings.kills and not self._report.problems
+
     def _undisturbed(self, name: str, manifest: Path) -> _Format:
-        truth = RunDirectory(self._folder / f"undisturbed-{name}")
+        truth = RunDirectory(self._folder / f"undisturbed-{manifest.stem}-{name}")
         words = ["run", *self._words(manifest, truth.path, name)]
-        worker = Victim(words, truth.path, self._folder / f"undisturbed-{name}-worker")
+        worker = Victim(words, truth.path, self._folder / f"{truth.path.name}-worker")
         while worker.exit_code is None and worker.age_s < _UNDISTURBED_S:
             time.sleep(0.01)
         if worker.exit_code != 0:
             worker.send(signal.SIGKILL)
             raise BatchgenError(f"an undisturbed run ended with {worker.exit_code}:\n{worker.errors()}")
-        return _Format(name, truth, Targets(worker.log().steps))
+        return _Format(name, manifest, truth, Targets(worker.log().steps))
 
-    def _besiege(self, of: _Format, manifest: Path, bar: tqdm[NoReturn]) -> None:
-        settings, report = self._settings, self._report
-        report.run_directories += 1
-        name = f"run-{report.run_directories}-{of.name}"
-        run, workers = RunDirectory(self._folder / name), self._random.randint(*settings.workers)
-        folder = self._folder / f"{name}-workers"
+    def _sweep(self, of: _Format, bar: tqdm[NoReturn]) -> bool:
+        """Die at every step in turn, in one run directory; whether anybody has died at a step for the first time."""
+        before = len(of.targets.missed())
+        siege = self._siege(of, 1, bar)
+        siege.sweep()
+        self._close(siege, of)
+        return len(of.targets.missed()) < before
+
+    def _besiege(self, of: _Format, bar: tqdm[NoReturn]) -> None:
+        settings = self._settings
+        siege = self._siege(of, self._random.randint(*settings.workers), bar)
+        siege.go(min(settings.kills_each, settings.kills - self._kills.total()))
+        self._close(siege, of)
+
+    def _siege(self, of: _Format, workers: int, bar: tqdm[NoReturn]) -> Siege:
+        self._report.run_directories += 1
+        run = RunDirectory(self._folder / f"run-{self._report.run_directories}-{of.name}")
+        folder = self._folder / f"{run.path.name}-workers"
         folder.mkdir()
-        words = self._words(manifest, run.path, of.name)
-        siege = Siege(run, words, of.targets, self._random, workers, folder, lambda: bar.update())
-        wanted = min(settings.kills_each, settings.kills - self._kills.total())
-        siege.go(wanted, per_phase=max(1, wanted // 4))
+        words = self._words(of.manifest, run.path, of.name)
+        return Siege(run, words, of.targets, self._random, workers, folder, lambda: bar.update())
+
+    def _close(self, siege: Siege, of: _Format) -> None:
         self._kills += siege.kills
         problems = siege.problems + ([] if siege.problems else self._look_at(siege, of))
-        report.problems += problems
-        self._count(siege)
-        self._say(f"{name}: {workers} at once, {siege.kills.total()} kills" + "".join(f"\n  {one}" for one in problems))
-        if not problems and settings.folder is None:
-            shutil.rmtree(run.path)
-            shutil.rmtree(folder)
+        self._report.problems += problems
+        self._count(siege, of)
+        text = f"{siege.run.path.name}: {siege.num_workers} at once, {siege.kills.total()} kills"
+        self._say(text + "".join(f"\n  {one}" for one in problems))
+        if not problems and self._settings.folder is None:
+            shutil.rmtree(siege.run.path)
+            shutil.rmtree(siege.folder)
 
-    def _count(self, siege: Siege) -> None:
+    def _count(self, siege: Siege, of: _Format) -> None:
         report = self._report
-        report.rows += self._settings.rows
+        report.rows += pq.read_metadata(of.manifest).num_rows
         report.rows_made += sum(len(made.ids) for one in siege.dead for made in one.log.made)
         report.longest_drain_s = max(report.longest_drain_s, siege.longest_drain_s)
         for (number, is_at_step), count in siege.kills.items():
