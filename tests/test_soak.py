@@ -125,15 +125,17 @@ def test_every_step_is_aimed_at_from_both_sides() -> None:
     steps = ["mkdir a", "link b", "fsync c", "link b"]
     targets = Targets(steps)
     wanted = [(step, is_after) for step in ("mkdir a", "link b", "fsync c") for is_after in (False, True)]
-    assert [(one.step, one.is_after) for one in targets.missed()] == wanted
+    assert [(one.step, one.is_after) for one in targets.left()] == wanted
     random = Random(0)
     drawn = [targets.draw(random) for _ in range(300)]
     assert {(one.step, one.is_after) for one in drawn if one.step} == set(wanted)
     assert {one.signal for one in drawn} == {signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP}
     targets.hits["mkdir a", False] += 1
-    assert (len(targets.missed()), targets.table()["mkdir a"]) == (5, [1, 0])
+    assert (len(targets.left()), targets.table()["mkdir a"]) == (5, [1, 0])
+    targets.misses["mkdir a", True] += 2
+    assert len(targets.left()) == 4
     targets.learn(["fsync c", "unlink d"])
-    assert [one.step for one in targets.missed()][-2:] == ["unlink d"] * 2
+    assert [one.step for one in targets.left()][-2:] == ["unlink d"] * 2
 
 
 # What a soak must notice

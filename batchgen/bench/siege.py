@@ -27,6 +27,7 @@ _AT_WORK = 0.8
 """Of the workers, those whose time counts from there."""
 _DRAIN_S = 30.0
 _FINISH_S = 240.0
+_TRIES = 2
 _POLL_S = 0.005
 _ENDS = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGTERM: {0, 75, -signal.SIGTERM}}
 """How a worker may end that a signal has come to. SIGTERM ends it as such before it listens."""
@@ -40,18 +41,20 @@ class Targets:
         self._visits = Counter(steps)
         self.hits: Counter[tuple[str, bool]] = Counter()
         """SIGKILLs at a step, before (False) and after (True) its call."""
+        self.misses: Counter[tuple[str, bool]] = Counter()
+        """Workers that were to die there, and came to the end of the run."""
 
     def learn(self, steps: Sequence[str]) -> None:
         """Steps that were come to under kills: those of taking over are no part of an undisturbed run."""
         for step in steps:
             self._visits.setdefault(step, 1)
 
-    def missed(self) -> list[Order]:
-        """An order for each step, before and after its call, at which nobody has died yet."""
+    def left(self) -> list[Order]:
+        """An order for each step, before and after its call, at which nobody has died, but for those that several
+        workers have not come to."""
         sides = [(step, is_after) for step in self._visits for is_after in (False, True)]
-        return [
-            Order(signal.SIGKILL, step, is_after=is_after) for step, is_after in sides if not self.hits[step, is_after]
-        ]
+        left = [side for side in sides if not self.hits[side] and self.misses[side] < _TRIES]
+        return [Order(signal.SIGKILL, step, is_after=is_after) for step, is_after in left]
 
     def draw(self, random: Random) -> Order:
         """Any order for a worker; without a step it is for a moment."""
@@ -126,11 +129,12 @@ class Siege:
 
     def sweep(self) -> None:
         """One worker after another dies at the next step that none has died at, until the run is finished."""
-        for order in self.targets.missed():
+        for order in self.targets.left():
             one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
             self._await([one.victim], _FINISH_S)
             one.victim.send(signal.SIGKILL)
             self._bury(one)
+            self.targets.misses[order.step, order.is_after] += 1
             if is_finished(self.run) or self.problems:
                 break
         self._finish()

@@ -162,8 +162,8 @@ class _Soak:
             large = [self._undisturbed(name, manifest) for name in settings.formats]
             for one, other in zip(small, large, strict=True):
                 other.targets = one.targets
-                while self._has_work and self._sweep(one, bar):
-                    pass
+                while self._has_work and one.targets.left():
+                    self._sweep(one, bar)
             while self._has_work:
                 self._besiege(large[report.run_directories % len(large)], bar)
         report.kills = self._kills.total()
@@ -194,13 +194,11 @@ class _Soak:
             raise BatchgenError(f"an undisturbed run ended with {worker.exit_code}:\n{worker.errors()}")
         return _Format(name, manifest, truth, Targets(worker.log().steps))
 
-    def _sweep(self, of: _Format, bar: tqdm[NoReturn]) -> bool:
-        """Die at every step in turn, in one run directory; whether anybody has died at a step for the first time."""
-        before = len(of.targets.missed())
+    def _sweep(self, of: _Format, bar: tqdm[NoReturn]) -> None:
+        """Die at every step in turn, in one run directory."""
         siege = self._siege(of, 1, bar)
         siege.sweep()
         self._close(siege, of)
-        return len(of.targets.missed()) < before
 
     def _besiege(self, of: _Format, bar: tqdm[NoReturn]) -> None:
         settings = self._settings
