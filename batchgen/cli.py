@@ -16,6 +16,7 @@ from batchgen.filesystem import is_utf8
 from batchgen.options import job_of, with_job_options
 from batchgen.saying import say, say_notes, say_planned
 from batchgen.slurm.commands import submit
+from batchgen.streams import outlast
 from batchgen.version import VERSION
 from batchgen.wording import counted, listed
 
@@ -236,6 +237,7 @@ def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None,
 
 def main() -> NoReturn:
     """The program: exit codes as the README lists them, no traceback for a user's mistake."""
+    outlast()
     try:
         _check_words(sys.argv[1:])
         cli.main(prog_name="batchgen", standalone_mode=False)

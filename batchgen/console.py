@@ -18,6 +18,7 @@ from batchgen.wording import counted
 
 if TYPE_CHECKING:
     from batchgen.balance import Balance
+    from batchgen.plan_index import PlanIndex
     from batchgen.progress import Display
     from batchgen.runner import Ending
 
@@ -28,21 +29,34 @@ def work(
     on_ended: Callable[[Ending], None] = lambda ending: None,
 ) -> NoReturn:
     """Let workers run, with signals heard and progress shown, and end as the run ends."""
-    from batchgen.stopping import Stop, StopNow, listening
+    from batchgen.rundir import RunDirectory
+    from batchgen.starts import Starts
+    from batchgen.stopping import Stop, StopNow, Stopped, listening
+
+    starts = Starts(RunDirectory(directory))
+
+    def opened(index: PlanIndex, balance: Balance) -> None:
+        say(f"run directory {directory}: {balance.line()}")
+        if balance.outstanding:
+            starts.begin(balance)
 
     with listening(Stop()) as stop:
         try:
-            seen: dict[str, Any] = {
-                "stop": stop,
-                "on_opened": lambda index, balance: say(f"run directory {directory}: {balance.line()}"),
-                "progress": _display,
-            }
-            ending = begin(seen)
+            with starts.noting():
+                ending = begin({"stop": stop, "on_opened": opened, "progress": _display})
+                starts.end(is_early=ending.exit_code == Interrupted.exit_code)
+        except Stopped:
+            _end_unfinished(directory, stop.signal_name)
         except StopNow:
-            end_now(directory, stop.signal_name)
+            said = f"stopped at once by a second signal (the first was {stop.signal_name}); the same command goes on"
+            _end_now(directory, said)
         except UsageError:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
             raise
         except Exception as error:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
             say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             say_balance(directory)
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
@@ -83,14 +97,21 @@ def say_balance(directory: Path) -> None:
 
     run = RunDirectory(directory)
     try:
+        if run.files.stat(run.plans / "0.json") is None:
+            say("nothing is planned yet")
+            return
         click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
     except (BatchgenError, OSError) as error:
         say(f"the run directory cannot be read now ({error}); the balance is not known")
 
 
-def end_now(directory: Path, signal_name: str) -> NoReturn:
-    """End without waiting for any thread: what is not committed is dropped."""
-    say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
+def _end_unfinished(directory: Path, signal_name: str) -> NoReturn:
+    _end_now(directory, f"stopped by {signal_name}, while no row was being made; the same command goes on")
+
+
+def _end_now(directory: Path, text: str) -> NoReturn:
+    """Say why, and end without waiting for any thread: what is not committed is dropped."""
+    say(text)
     say_balance(directory)
     sys.stdout.flush()
     os._exit(Interrupted.exit_code)

@@ -199,7 +199,10 @@ def _work(
     threads = num_encoder_threads(job.output)
     buckets = index.work(1.0)
     largest = max(bucket.group.width * bucket.group.height for bucket in buckets)
-    with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
+    with (
+        stop.working(),
+        EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool,
+    ):
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
         Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, time_left), may_wait).work()

@@ -26,7 +26,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording slurm.environment timeleft
+    errors version wording streams slurm.environment timeleft
     records slurm.programs
     job filesystem owners slots slurm.task options
     cost
@@ -41,15 +41,17 @@ LAYERS = [
     plan_reader
     engine.engine balance differences progress stopping importer
     rundir making
-    marker publish report
+    marker publish report starts
     mending appending
     epoch finalize verify
     repairing
     worker saying slurm.script
     runner slurm.submit bench.workload bench.figures
-    bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
+    bench.plan bench.long bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
-    bench.images
+    bench.images bench.victims
+    bench.siege bench.aftermath
+    bench.soak
     bench.commands slurm.commands console
     cli
     """.strip().splitlines()

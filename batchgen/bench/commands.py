@@ -157,6 +157,64 @@ def modes(arch: str, batches: str, modes: str | None, captured: int | None, **op
         _say(str(settings.json_file))
 
 
+@bench.command()
+@click.option("--kills", type=click.IntRange(min=1), default=500, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
+@click.option("--workers", default="1-4", show_default=True, help="On one run directory, fewest and most.")
+@click.option("--rows", type=click.IntRange(min=1), default=240, show_default=True, help="Of each run directory.")
+@click.option("--formats", default="files,parquet,webdataset", show_default=True)
+@_JSON_FILE
+@_FOLDER
+def soak(kills: int, seed: int, workers: str, rows: int, formats: str, **options: Any) -> None:
+    """Kill workers at every step and at random, and hold what they leave against an undisturbed run.
+
+    \b
+    Example: batchgen bench soak --kills 500 --json soak.json
+    """
+    from batchgen.bench.soak import FORMATS, Settings, bench_soak
+    from batchgen.errors import BatchgenError
+
+    bounds = workers.partition("-")
+    fewest, most = bounds[0], bounds[2] or bounds[0]
+    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most) <= 64):
+        raise click.BadParameter(f"{workers!r} is no range like 1-4, of at most 64", param_hint="--workers")
+    names = _names(formats, ())
+    if not names or set(names) - set(FORMATS):
+        raise click.BadParameter(f"{formats!r} is no list of {', '.join(FORMATS)}", param_hint="--formats")
+    settings = Settings(kills, seed, (int(fewest), int(most)), names, rows, folder=options["folder"])
+    report = bench_soak(settings, _say)
+    _save(report, options["json_file"])
+    _say("\n".join(report.lines()))
+    if report.problems:
+        raise BatchgenError(f"{len(report.problems)} problems, named above; the first: {report.problems[0]}")
+
+
+@bench.command(name="long")
+@click.option("--rows", type=click.IntRange(min=1000), default=200_000, show_default=True)
+@click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), default="webdataset")
+@_JSON_FILE
+@_FOLDER
+def long_(rows: int, output_format: str, json_file: Path | None, folder: Path | None) -> None:
+    """Memory and rate of one worker over many rows, and how soon the next one goes on.
+
+    \b
+    Example: batchgen bench long --rows 200000
+    """
+    from batchgen.bench.long import bench_long
+
+    measured = bench_long(rows, output_format, folder)
+    _save(measured, json_file)
+    _say("\n".join(measured.lines()))
+
+
+def _save(report: Any, path: Path | None) -> None:
+    from dataclasses import asdict
+
+    if path:
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        _say(str(path))
+
+
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a list with commas; "none" is the empty one."""
     if given is None:
