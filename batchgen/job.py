@@ -108,7 +108,8 @@ class Engine(_Table):
     device: str | None = None
     """A torch device; None is the first GPU, else the CPU."""
     mode: Literal["auto", "eager", "graph", "regional", "regional+graph", "compiled", "compiled+graph"] = "auto"
-    """How the network is run; auto weighs the work that is left, and is eager on a CPU."""
+    """How the network is run: eager kernels, its blocks compiled once for every size (regional), or the whole compiled
+    for each bucket, captured in a graph or not. auto weighs the work that is left, and is eager on a CPU."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
     """Attention kernels on a GPU; auto times them."""
     decode_batch: _Few = 4
