@@ -125,10 +125,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
 @bench.command()
 @_ARCH
 @click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
-@click.option("--modes", help="Of eager, graph, regional, compiled, and those two +graph [default: all; a CPU takes minutes].")
-    "--modes",
-    help="Of eager, graph, compiled, and regional or compiled with +graph; a CPU compiles for minutes [default: all].",
-)
+@click.option("--modes", help="Of eager, graph, regional, compiled, and the last two +graph [default: all].")
 @click.option(
     "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
 )
