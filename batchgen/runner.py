@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
 from pathlib import Path
 
+from batchgen.appending import extend
 from batchgen.balance import Balance, take_balance
 from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.epoch import Workplace
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.finalize import finalize
 from batchgen.generator import Context, Generator, open_generator
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.making import Maker
 from batchgen.marker import SUCCESS, is_finished
+from batchgen.mending import mend
 from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
-from batchgen.plans import PlanIndex, PlanReader
+from batchgen.plan_index import PlanIndex
+from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from batchgen.worker import Worker
 
 
@@ -37,16 +41,19 @@ class Ending:
 
     balance: Balance
     stopped_by: str
-    """The signal's name, "" if none came."""
+    """The signal's name or `OUT_OF_TIME`, "" if nothing did."""
     may_wait: bool
 
     @property
     def exit_code(self) -> int:
         """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
-        if self.balance.outstanding:
-            is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-            return 0 if is_held and not self.stopped_by else 75
-        return 3 if self.balance.failed or self.balance.rejected else 0
+        is_held = not self.may_wait and self.balance.held == self.balance.outstanding
+        return 0 if self.balance.outstanding and is_held and not self.stopped_by else self.balance.exit_code
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the run was told to stop while rows were left that nobody else is making."""
+        return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
@@ -65,18 +72,86 @@ def run_job(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    may_grow: bool = False,
+    time_left: TimeLeft | None = None,
 ) -> Ending:
-    """Make every row of a manifest that has not been made yet, in the run directory `out`.
+    """Make every row of a manifest that has not been made yet, in the run directory `out`. With `may_grow`, rows that
+    its plans lack are appended.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
     """
-    stop = stop or Stop()
     run = RunDirectory(out)
-    index = open_run(run, manifest, job, on_planned, on_reading)
+    index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
+    return run_planned(
+        run,
+        index,
+        job,
+        may_wait=may_wait,
+        stop=stop,
+        on_opened=on_opened,
+        progress=progress,
+        opener=opener,
+        time_left=time_left,
+    )
+
+
+def run_planned(
+    run: RunDirectory,
+    index: PlanIndex,
+    job: Job,
+    *,
+    may_wait: bool = True,
+    stop: Stop | None = None,
+    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
+    progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
+    opener: Opener = open_generator,
+    time_left: TimeLeft | None = None,
+) -> Ending:
+    """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
+    Raises as `run_job`."""
+    stop, time_left = stop or Stop(), time_left or TimeLeft()
+    with _present(run):
+        while True:
+            balance = _work_off(run, index, job, stop, on_opened, progress, opener, time_left, may_wait=may_wait)
+            newer = run.index()
+            if newer.number == index.number:
+                return Ending(balance, stop.signal_name, may_wait)
+            index = newer
+
+
+@contextmanager
+def _present(run: RunDirectory) -> Iterator[None]:
+    """Whatever comes of a run directory that has vanished, as the mount that it lay on has: it stops the run."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Interrupted) or run.files.stat(run.plans / "0.json") is not None:
+            raise
+        raise Interrupted(
+            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount "
+            "it again. Everything committed is kept; run the same command again then"
+        ) from error
+
+
+def _work_off(
+    run: RunDirectory,
+    index: PlanIndex,
+    job: Job,
+    stop: Stop,
+    on_opened: Callable[[PlanIndex, Balance], None],
+    progress: ProgressFactory,
+    opener: Opener,
+    time_left: TimeLeft,
+    *,
+    may_wait: bool,
+) -> Balance:
+    """Work until nothing is left of these plans, and finalize the run if they are still all."""
     owner = this_process()
     ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
+    # Before any part of a later plan is published: no row is there twice.
+    mend(run, index, ledger)
     was_marked = _is_marked(run)
     balance = take_balance(index, ledger, job.run.stale_after_s)
     on_opened(index, balance)
@@ -89,13 +164,13 @@ def run_job(
                 share = balance.outstanding / index.num_rows / workers
                 settled = partial(settle, ledger)
                 generator = opener(job, Context(shown.say, settled, index.work(share)))
-                _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
+                _work(run, index, job, ledger, generator, stop, shown, time_left, may_wait=may_wait)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
     if not balance.outstanding and not is_finished(run):
-        finalize(run)
-    return Ending(balance, stop.signal_name, may_wait)
+        finalize(run, plan=index.number)
+    return balance
 
 
 def _is_marked(run: RunDirectory) -> bool:
@@ -116,6 +191,7 @@ def _work(
     generator: Generator,
     stop: Stop,
     progress: Progress,
+    time_left: TimeLeft,
     *,
     may_wait: bool,
 ) -> None:
@@ -129,7 +205,7 @@ def _work(
     ):
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, time_left), may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions

@@ -31,6 +31,7 @@ class Stop:
 
     clock: Callable[[], float] = time.monotonic
     signal_name: str = ""
+    """Of the first signal, or what else asked; "" before."""
     since: float | None = None
     is_raised: bool = False
     """Whether the first signal is raised as Stopped, beside being noted."""
@@ -45,12 +46,16 @@ class Stop:
         """Seconds since the first signal, 0 before it."""
         return 0.0 if self.since is None else self.clock() - self.since
 
+    def ask(self, why: str) -> None:
+        """Ask without a signal; nothing happens if somebody did before."""
+        if self.since is None:
+            self.signal_name, self.since = why, self.clock()
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The handler. Raises in the main thread: StopNow for a second signal, Stopped for a first one that finds
         nothing to finish."""
         if self.since is None:
-            self.signal_name = signal.Signals(number).name
-            self.since = self.clock()
+            self.ask(signal.Signals(number).name)
             if self.is_raised:
                 self.was_raised = True
                 raise Stopped

@@ -96,7 +96,8 @@ class Process:
         self._folder = Path(tempfile.mkdtemp(prefix="process-"))
         words = [str(arg) for arg in args]
         self._process: ForkServerProcess = _processes.Process(
-            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group, puts, ignores)
+            target=_main,
+            args=(words, str(self._folder), limit_file_bytes, own_group, dict(os.environ), puts, ignores),
         )
         self._process.start()
 
@@ -133,10 +134,15 @@ def _main(
     folder: str,
     limit_file_bytes: int | None,
     own_group: bool,
+    environment: Mapping[str, str],
     puts: Mapping[str, Callable[..., object]] | None,
     ignores: signal.Signals | None,
 ) -> None:
     import resource
+
+    # The fork server keeps the one that it was started in.
+    os.environ.clear()
+    os.environ.update(environment)
 
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT)

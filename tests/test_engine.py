@@ -13,6 +13,7 @@ from batchgen.engine.compiling import Compiler
 from batchgen.engine.decode import Decoder
 from batchgen.engine.denoise import load_lanes
 from batchgen.engine.engine import Engine
+from batchgen.engine.graphs import GraphPool
 from batchgen.engine.prompts import Prompts
 from batchgen.errors import UsageError
 from batchgen.generator import Dropped, open_generator
@@ -105,7 +106,7 @@ def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engin
         alone = Prompts(engine.model, is_offloaded=True).encoded([text])
         assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
-    decoder = Decoder(engine.model, Compiler(engine.model), 4, print)
+    decoder = Decoder(engine.model, Compiler(engine.model), GraphPool(engine.device), 4, print)
     decoded = decoder.start(latents, "eager")()
     for i in range(6):
         alone = decoder.start(latents[i : i + 1], "eager")()[0]

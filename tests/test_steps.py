@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from batchgen.engine import steps
+from batchgen.engine import decode, steps
+from batchgen.engine.checking import deviation_of
 from batchgen.engine.engine import Engine
 from batchgen.generator import Context
 from batchgen.models.family import Network
@@ -101,8 +102,8 @@ def test_samplers_of_one_form_share_a_capture(eager: Run) -> None:
 
 def test_another_group_frees_the_captures(graph: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[bool] = []
-    free = graph.engine.steps.free
-    monkeypatch.setattr(graph.engine.steps, "free", lambda: freed.append(free()))
+    free = graph.engine.free
+    monkeypatch.setattr(graph.engine, "free", lambda: freed.append(free()))
     graph.latents(mixed("ddim"))
     graph.latents([dataclasses.replace(row, width=96) for row in mixed("ddim")])
     assert freed[-1]
@@ -155,7 +156,7 @@ class TestFallback:
         monkeypatch.setattr(steps.Static, "load", load)
         graph = Run("graph")
         assert [one.mode for one in graph.make(mixed("ddim"))] == ["eager"] * 3
-        assert "deviate from eager" in graph.said[0]
+        assert "deviates from eager" in graph.said[0]
 
     def test_a_compile_that_fails_leaves_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*arguments: object, **options: object) -> object:
@@ -168,6 +169,22 @@ class TestFallback:
         both = Run("compiled+graph")
         assert [one.mode for one in both.make(mixed("ddim"))] == ["graph"] * 3
         assert sum("no compiler" in line for line in both.said) == 2, "the network's, and the decoder's"
+
+
+class TestCapturedDecoding:
+    def test_pixels_are_eager_ones_in_every_chunk(self, eager: Run, graph: Run) -> None:
+        rows = [tiny.row(i, seed=i) for i in range(6)]
+        for one, two in zip(graph.make(rows), eager.make(rows), strict=True):
+            assert np.array_equal(one.pixels, two.pixels)
+        assert not any("decoding" in line for line in graph.said)
+
+    def test_latents_that_are_not_followed_are_found(self, eager: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        captured = decode._captured
+        monkeypatch.setattr(decode, "_captured", lambda call, own, pool: lambda latents: captured(call, own, pool)(own))
+        graph = Run("graph")
+        for one, two in zip(graph.make(mixed("ddim")), eager.make(mixed("ddim")), strict=True):
+            assert np.array_equal(one.pixels, two.pixels)
+        assert "decoding does not work graph here (Refused: its result deviates" in graph.said[1]
 
 
 @pytest.mark.slow
@@ -188,7 +205,7 @@ def test_blocks_are_compiled_once_for_every_size_and_batch() -> None:
     other = [second.latents(square), second.latents(wide)][::-1]
     for made, again, rows in zip(one, other, (wide, square), strict=True):
         assert torch.equal(made, again)
-        assert 0 < steps.deviation_of(made, eager.latents(rows)) < 1e-4
+        assert 0 < deviation_of(made, eager.latents(rows)) < 1e-4
     captures = first.engine.steps.captures
     assert [one.mode for one in captures] == ["regional"] * 3, "a check a group, not a bucket"
     assert len({one.bucket.group for one in captures}) == 2
@@ -234,7 +251,8 @@ def test_a_decode_that_does_not_fit_frees_the_graphs_and_then_halves_its_chunk(
 
     monkeypatch.setattr(graph.engine.model, "decode", decode)
     made = graph.make(mixed("ddim"))
-    assert sizes == [4, 4, 2, 1, 1, 1], "with the graphs, without them, halved, halved again"
+    assert sizes[:4] == [4, 4, 2, 1], "with the graphs, without them, halved, halved again"
+    assert set(sizes[4:]) == {1}
     assert [one.retries for one in made] == [0, 0, 0]
     for one, wanted in zip(made, eager.make(mixed("ddim")), strict=True):
         assert np.abs(one.pixels.astype(int) - wanted.pixels.astype(int)).max() <= 1

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from batchgen.bench.victims import Log, Made, Victim
 from batchgen.finalize import METADATA
 from batchgen.ledger import Ledger
-from batchgen.plans import PlanReader
+from batchgen.plan_reader import PlanReader
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
 

@@ -179,7 +179,7 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
     assert engine is not None
     guidance = batch.rows[0].guidance_scale
     one = evaluation(engine, batch.size, batch.group.width, batch.group.height, guidance, sampler)
-    engine.steps.free()
+    engine.free()
     # As the engine lays them out: compiled convolutions want channels-last weights.
     layout = torch.contiguous_format if mode == "eager" else torch.channels_last
     for part in (one.model.network, one.model.vae):

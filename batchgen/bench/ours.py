@@ -148,7 +148,7 @@ class Bench:
         """A second run, cut short once the profiler has seen enough of it."""
         assert self.engine is not None
         touch_profiler()
-        self.engine.steps.free()
+        self.engine.free()
         stop = Stop()
         self._window = Window(lambda: stop.on_signal(signal.SIGTERM, None))
         try:

@@ -31,6 +31,13 @@ def mode_of(mode: str) -> tuple[str, bool]:
     return kernels or "eager", mode.endswith("graph")
 
 
+def mode_named(kernels: str, *, is_captured: bool) -> str:
+    """The mode of these kernels, captured or not."""
+    if not is_captured:
+        return kernels
+    return "graph" if kernels == "eager" else f"{kernels}+graph"
+
+
 class Compiler:
     """What was compiled for one model."""
 

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.compiling import Compiler
+from batchgen.engine.checking import check
+from batchgen.engine.compiling import Compiler, mode_of
+from batchgen.engine.graphs import GraphPool, reserved_bytes
 from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
 from batchgen.records import Pixels
@@ -27,6 +29,8 @@ NOT_FINITE = Fault("NotFinite", "the decoded image has NaN or Inf in it, in floa
 CONSTANT = Fault("Constant", "the decoded image is one single colour, in float32 too")
 Decoding = Callable[[], list[Pixels | Fault]]
 """Waits for a batch's pixels."""
+_Decode = Callable[[Tensor], Tensor]
+"""Images `[B, 3, H, W]` of latents `[B, C, h, w]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +45,25 @@ class _Judged:
 
 
 class Decoder:
-    """The VAE of one model."""
+    """The VAE of one model. Whoever changes to another group has this one's graph forgotten before."""
 
-    def __init__(self, model: Family, compiler: Compiler, chunk: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, model: Family, compiler: Compiler, pool: GraphPool, chunk: int, say: Callable[[str], None]
+    ) -> None:
         self.chunk = chunk
+        self.held_bytes = 0
+        """That the device's memory has grown by for a graph."""
         self._model = model
         self._compiler = compiler
+        self._pool = pool
         self._say = say
-        self._may_compile = True
+        self._ready: dict[tuple[str, torch.Size], _Decode] = {}
+        self._instead: dict[str, str] = {}
+        """Modes that do not work here, and what runs in their place."""
 
-    def start(self, latents: Tensor, kernels: str) -> Decoding:
+    def start(self, latents: Tensor, mode: str) -> Decoding:
         """Queue the decoding of `[R, C, h, w]` and the copies to the host."""
-        judged = [self._start_chunk(chunk, kernels) for chunk in torch.split(latents, self.chunk)]
+        judged = [self._start_chunk(chunk, mode) for chunk in torch.split(latents, self.chunk)]
         mark = Mark(self._model.device)
 
         def finish() -> list[Pixels | Fault]:
@@ -70,22 +81,48 @@ class Decoder:
         self.chunk //= 2
         return True
 
-    def _start_chunk(self, latents: Tensor, kernels: str) -> _Judged:
+    def forget(self) -> None:
+        """Drop what serves one size."""
+        self._ready.clear()
+        self.held_bytes = 0
+
+    def _start_chunk(self, latents: Tensor, mode: str) -> _Judged:
         padding = latents[-1:].expand(self.chunk - len(latents), *latents.shape[1:])
-        judged = judge(self._decode(torch.cat([latents, padding]), kernels)[: len(latents)])
+        padded = torch.cat([latents, padding])
+        judged = judge(self._made_ready(padded, mode)(padded)[: len(latents)])
         return _Judged(to_host(judged.pixels), to_host(judged.is_finite), to_host(judged.is_constant))
 
-    def _decode(self, latents: Tensor, kernels: str) -> Tensor:
-        if kernels != "eager" and self._may_compile:
+    def _made_ready(self, padded: Tensor, mode: str) -> _Decode:
+        place = mode, padded.shape
+        while place not in self._ready:
+            mode = self._instead.get(mode, mode)
             try:
-                return self._model.decode(self._compiler.decoder(kernels), latents)
+                self._ready[place] = self._prepare(padded, mode)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
-            except Exception as error:  # whatever torch.compile raises: there is another way to decode
+            except Exception as error:  # whatever torch.compile and capture raise: there is another way to decode
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self._say(f"decoding cannot be compiled ({type(error).__name__}: {reason}); it runs eager")
-                self._may_compile = False
-        return self._model.decode(self._model.decoder, latents)
+                self._say(f"decoding does not work {mode} here ({type(error).__name__}: {reason}); it runs eager")
+                self._instead[mode] = "eager"
+        return self._ready[place]
+
+    def _prepare(self, padded: Tensor, mode: str) -> _Decode:
+        """Compile and capture as the mode says, and check the result against eager. Raises Refused."""
+        kernels, is_captured = mode_of(mode)
+        decoder = self._compiler.decoder(kernels)
+
+        def decode(latents: Tensor) -> Tensor:
+            return self._model.decode(decoder, latents)
+
+        if mode == "eager":
+            return decode
+        decode(padded)
+        before = reserved_bytes(self._model.device)
+        made = _captured(decode, padded.clone(), self._pool) if is_captured else decode
+        other = 0.9 * padded.roll(1, -1)
+        check(made(other), self._model.decode(self._model.decoder, other), kernels)
+        self.held_bytes += max(0, reserved_bytes(self._model.device) - before) if is_captured else 0
+        return made
 
     def _again(self, latents: Tensor, result: Pixels | Fault) -> Pixels | Fault:
         """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself."""
@@ -93,6 +130,24 @@ class Decoder:
             judged = judge(self._model.decode_float32(latents))
             return _results(_Judged(judged.pixels.cpu(), judged.is_finite.cpu(), judged.is_constant.cpu()))[0]
         return result
+
+
+def _captured(decode: _Decode, own: Tensor, pool: GraphPool) -> _Decode:
+    """The same as replays of a graph that reads `own`; its result is overwritten by the next."""
+    images = own
+
+    def record() -> None:
+        nonlocal images
+        images = decode(own)
+
+    replay = pool.capture(record)
+
+    def decode_by_replay(latents: Tensor) -> Tensor:
+        own.copy_(latents)
+        replay()
+        return images
+
+    return decode_by_replay
 
 
 def judge(images: Tensor) -> _Judged:

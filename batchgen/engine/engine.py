@@ -13,9 +13,10 @@ import transformers
 from torch import Tensor
 
 from batchgen.cost import Measurement
-from batchgen.engine.compiling import Compiler
+from batchgen.engine.compiling import Compiler, mode_named, mode_of
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
+from batchgen.engine.graphs import GraphPool
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
@@ -29,6 +30,7 @@ from batchgen.models.facts import OWN_UPDATE
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
+from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
 from batchgen.version import VERSION
 
@@ -58,10 +60,11 @@ class Engine:
             "dtype": str(self.model.dtype).removeprefix("torch."),
         }
         self._compiler = Compiler(self.model)
-        self.steps = Steps(self.model, self._compiler, context)
+        self._pool = GraphPool(self.device)
+        self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
-        self._decoder = Decoder(self.model, self._compiler, job.engine.decode_batch, context.say)
+        self._decoder = Decoder(self.model, self._compiler, self._pool, job.engine.decode_batch, context.say)
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], context)
 
     @torch.inference_mode()
@@ -78,7 +81,7 @@ class Engine:
             with self._errors_named():
                 return self._submit(batch, should_drop)
         except OutOfMemory:
-            if not self.steps.free():
+            if not self.free():
                 raise
         with self._errors_named():
             return self._submit(batch, should_drop)
@@ -91,12 +94,12 @@ class Engine:
         watch.pass_stage()
         latents, mode = self.denoise(batch, conditioning, should_drop)
         watch.pass_stage()
-        decoding = self._decode(batch.group, latents)
+        decoding = self._decode(batch.group, latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
         is_steady = not is_first and num_captures == len(self.steps.captures)
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
-        held_bytes = self.steps.held_bytes
+        held_bytes = self.steps.held_bytes + self._decoder.held_bytes
 
         def outcomes() -> list[Outcome]:
             with self._errors_named(), torch.inference_mode():
@@ -144,16 +147,17 @@ class Engine:
                 latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
         return latents[: len(batch.rows)], mode
 
-    def _decode(self, group: Group, latents: Tensor) -> Decoding:
-        """Queue the decoding. Where memory is short the graphs go first, then the chunk is halved: a smaller batch
-        would not help, since chunks are padded."""
-        kernels = self._tuning.decode_kernels(group.width, group.height)
+    def _decode(self, group: Group, latents: Tensor, *, is_captured: bool) -> Decoding:
+        """Queue the decoding, captured where the steps are: launching its kernels one by one would hold the host up.
+        Where memory is short the graphs go first, then the chunk is halved: a smaller batch would not help, since
+        chunks are padded."""
+        mode = mode_named(self._tuning.decode_kernels(group.width, group.height), is_captured=is_captured)
         while True:
             try:
                 with self._tuning.kernels():
-                    return self._decoder.start(latents, kernels)
+                    return self._decoder.start(latents, mode)
             except torch.OutOfMemoryError:
-                if not self.steps.free() and not self._decoder.shrink():
+                if not self.free() and not self._decoder.shrink():
                     raise
 
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
@@ -177,8 +181,20 @@ class Engine:
         if group == self._group:
             return
         self._group = group
-        self.steps.free()
+        self.free()
         self._compiler.forget_shapes()
+
+    def free(self) -> bool:
+        """Give back what graphs hold; whether there were any."""
+        had_any = self._pool.num_graphs > 0
+        if had_any:
+            # Replays of the batch before may still be queued; their graphs must outlive them.
+            Mark(self.device).wait()
+        self.steps.forget()
+        self._decoder.forget()
+        if had_any:
+            self._pool.clear()
+        return had_any
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""

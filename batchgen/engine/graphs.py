@@ -19,9 +19,13 @@ WARM_UPS = 3
 class GraphPool:
     """The memory that the graphs of one group share, on a stream of its own."""
 
+    num_graphs: int
+    """Captured since it was last cleared."""
+
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._device = device
+        self.num_graphs = 0
         if self._is_cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
@@ -29,6 +33,7 @@ class GraphPool:
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
         """Record a call that reads and writes only tensors that stay where they are. It is run WARM_UPS times first, so
         whatever it advances has to be loaded again afterwards."""
+        self.num_graphs += 1
         if not self._is_cuda:
             for _ in range(WARM_UPS):
                 call()
@@ -46,6 +51,7 @@ class GraphPool:
 
     def clear(self) -> None:
         """Give the memory of graphs that nobody holds any more back to the device."""
+        self.num_graphs = 0
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
             gc.collect()

@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from batchgen.engine.attention import BACKENDS, attention
-from batchgen.engine.compiling import mode_of
+from batchgen.engine.compiling import mode_named, mode_of
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
@@ -216,7 +216,7 @@ def forecast(
         # How far compiled kernels are launched faster depends on the host: taken to be no faster.
         plain_s = max(UNCAPTURED * kernel_s, LAUNCH_BOUND_S)
         options[one] = left.evaluations * plain_s, compiling_s + checked * launched_s
-        captured = "graph" if one == "eager" else f"{one}+graph"
+        captured = mode_named(one, is_captured=True)
         options[captured] = left.evaluations * kernel_s, compiling_s + CAPTURE_EVALUATIONS * launched_s
     if bucket.rows == 1:
         # A single row of the network has code of its own.

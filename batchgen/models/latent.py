@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,14 +63,11 @@ class LatentDiffusion:
         return images
 
     def decode_float32(self, latents: Tensor) -> Tensor:
-        """`decode` with the VAE in float32 for this once: half precision can overflow in it."""
-        vae = self._pipeline.vae
-        dtype = vae.dtype
-        vae.to(torch.float32)
-        try:
-            return self.decode(self.decoder, latents.float())
-        finally:
-            vae.to(dtype)
+        """`decode` by a copy of the VAE in float32, for this once: half precision can overflow in it. The VAE itself
+        must stay where captured graphs read it."""
+        vae = copy.deepcopy(self._pipeline.vae).to(torch.float32)
+        images: Tensor = vae.decode(self._unscaled(latents.float()), return_dict=False)[0]
+        return images
 
     def _arguments(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """The conditioning's inputs as the network takes them."""
