@@ -94,9 +94,6 @@ def say_balance(directory: Path) -> Balance | None:
 
     run = RunDirectory(directory)
     try:
-        if run.files.stat(run.plans / "0.json") is None:
-            say("nothing is planned yet")
-            return None
         balance = take_balance(run.index(), Ledger(run.root, run.files))
     except (BatchgenError, OSError) as error:
         say(f"the run directory cannot be read now ({error}); the balance is not known")
@@ -107,11 +104,13 @@ def say_balance(directory: Path) -> Balance | None:
 
 def end_idle(directory: Path, signal_name: str, on_ended: Callable[[Ending], None]) -> NoReturn:
     """End at a first signal that finds nothing to finish, without waiting for any thread."""
+    from batchgen.rundir import RunDirectory
     from batchgen.runner import Ending
 
     say(f"stopped by {signal_name}, while no row was being made; the same command goes on")
-    balance = say_balance(directory)
-    if balance is not None:
+    if not (RunDirectory(directory).plans / "0.json").exists():
+        say("nothing is planned yet")
+    elif balance := say_balance(directory):
         on_ended(Ending(balance, signal_name, may_wait=True))
     _exit_now()
 

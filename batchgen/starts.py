@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchgen.balance import Balance
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import ABANDONED, Ledger, unstem
 from batchgen.owners import Owner, gone_because, this_process
 from batchgen.rundir import RunDirectory
@@ -75,9 +75,12 @@ class Starts:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Whatever is raised within the block ends this process early."""
+        """Whatever is raised within the block ends this process early. A disk that refuses has said what is wrong."""
         try:
             yield
+        except Interrupted:
+            self.end(is_early=False)
+            raise
         except BaseException:
             self.end(is_early=True)
             raise

@@ -45,7 +45,7 @@ def test_fifteen_kills(tmp_path: Path) -> None:
     check(ended, report, 15)
     steps = report["steps"]
     assert isinstance(steps, dict)
-    assert {"link .run/claims/N", "link .run/receipts/N", "rename data/N", "link _SUCCESS"} <= steps["files"].keys()
+    assert {"link .run/claims/N", "link .run/receipts/N", "rename data/N", "rename _SUCCESS"} <= steps["files"].keys()
     assert sum(map(sum, steps["files"].values())) > 0
 
 
@@ -92,7 +92,7 @@ def wait(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("is_after", [False, True])
-@pytest.mark.parametrize("step", ["link .run/claims/N", "link .run/receipts/N", "rename data/N", "link _SUCCESS"])
+@pytest.mark.parametrize("step", ["link .run/claims/N", "link .run/receipts/N", "rename data/N", "rename _SUCCESS"])
 def test_a_worker_dies_at_its_step(tmp_path: Path, step: str, *, is_after: bool) -> None:
     one = victim(tmp_path, Order(signal.SIGKILL, step, is_after=is_after))
     wait(lambda: one.exit_code is not None)
