@@ -26,7 +26,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording slurm.environment timeleft streams
+    errors version wording streams slurm.environment timeleft
     records slurm.programs
     job filesystem owners slots slurm.task options
     cost

@@ -73,7 +73,7 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option(
     "--profile-out", type=click.Path(dir_okay=False, path_type=Path), help="Measured costs, for plan.profile."
 )
-@click.option("--profile", help="Kernels of a step and a decode: none, eager, compiled or both.")
+@click.option("--profile", help="Kernels of a step and a decode: none, or of eager,regional,compiled.")
 @_SET
 @_JSON_FILE
 @_FOLDER
@@ -125,7 +125,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
 @bench.command()
 @_ARCH
 @click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
-@click.option("--modes", help="Of eager, graph, compiled, compiled+graph; a CPU compiles for minutes [default: all].")
+@click.option("--modes", help="Of eager, graph, regional, compiled, and the last two +graph [default: all].")
 @click.option(
     "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
 )
