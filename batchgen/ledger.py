@@ -166,11 +166,6 @@ class Ledger:
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
 
-    def claimant(self, shard: int, epoch: int) -> Owner | None:
-        """Whoever has claimed an epoch; None if nobody has, or if the claim cannot be read."""
-        claim = _claim(self.files.read(self.claim_path(shard, epoch)))
-        return claim.owner if claim else None
-
     def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
         return (self.state(shard) for shard in shards)
 
