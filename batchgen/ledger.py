@@ -173,6 +173,10 @@ class Ledger:
         """All committed receipts, a shard's at a time: together they name every settled row."""
         return (receipt for state in self.states(shards) for receipt in state.committed)
 
+    def claimed(self, shard: int, epoch: int) -> Claim | None:
+        """The claim on an epoch; None if there is none that can be read."""
+        return _claim(self.files.read(self.claim_path(shard, epoch)))
+
     def receipt(self, shard: int, epoch: int) -> Receipt | None:
         """The receipt of an epoch; one that cannot be read counts as abandoned."""
         content = self.files.read(self.receipt_path(shard, epoch))

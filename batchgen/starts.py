@@ -118,9 +118,9 @@ class Starts:
         ledger = Ledger(self.run.root, self.run.files)
         for place in filter(None, map(unstem, self.run.files.names(self.run.root / "claims"))):
             receipt = ledger.receipt(*place)
-            owner = ledger.claimant(*place) if receipt is None or receipt.kind == ABANDONED else None
-            if owner is not None:
-                yield _process(owner)
+            claim = ledger.claimed(*place) if receipt is None or receipt.kind == ABANDONED else None
+            if claim is not None:
+                yield _process(claim.owner)
 
     def _forget(self, path: Path) -> None:
         self.run.files.remove(path)
