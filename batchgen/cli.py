@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -79,18 +80,26 @@ def cli() -> None:
     "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
-def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: Any) -> NoReturn:
+@click.option("--gpus", metavar="all|N|0,2", help="A worker process on each of these GPUs [default: one, in here].")
+@click.option("--workers", type=click.IntRange(min=1), help="So many worker processes on the job's device.")
+def run(
+    manifest: tuple[str, ...], out: Path | None, no_wait: bool, gpus: str | None, workers: int | None, **options: Any
+) -> NoReturn:
     """Make all rows of MANIFEST; the same command resumes.
 
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
+    from batchgen.cores import limit_threads
+    from batchgen.launcher import seats_of, workforce
     from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
     from batchgen.stopping import Stop, StopNow, listening
 
     job = _job(options)
     directory = out or default_directory(manifest)
+    seats = seats_of(gpus, workers, job)
+    limit_threads()
     with listening(Stop()) as stop:
         try:
             ending = run_job(
@@ -102,7 +111,8 @@ def run(manifest: tuple[str, ...], out: Path | None, no_wait: bool, **options: A
                 on_planned=lambda planned: _say_planned(planned, job),
                 on_reading=reading_bar(),
                 on_opened=lambda index, balance: _say(f"run directory {directory}: {balance.line()}"),
-                progress=_display,
+                progress=partial(_display, num_workers=len(seats) or 1),
+                workforce=workforce(seats) if seats else None,
             )
         except StopNow:
             _end_now(directory, stop.signal_name)
@@ -291,11 +301,11 @@ def _say_planned(planned: Planned, job: Job) -> None:
 
 
 @contextmanager
-def _display(balance: Balance) -> Iterator[Display]:
+def _display(balance: Balance, num_workers: int) -> Iterator[Display]:
     from batchgen.progress import Display
 
     total = balance.done + balance.failed + balance.outstanding
-    with Display(total, balance.done, balance.failed) as display:
+    with Display(total, balance.done, balance.failed, num_workers=num_workers) as display:
         yield display
 
 

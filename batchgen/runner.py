@@ -39,18 +39,38 @@ class Ending:
     stopped_by: str
     """The signal's name, "" if none came."""
     may_wait: bool
+    worst: int = 0
+    """The exit code that some worker process ended with, 0 where none did but for a reason given above."""
 
     @property
     def exit_code(self) -> int:
-        """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
+        """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable · `worst` where rows are
+        left, no signal came and it is known."""
         if self.balance.outstanding:
             is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-            return 0 if is_held and not self.stopped_by else 75
+            return 75 if self.stopped_by else 0 if is_held else self.worst or 75
         return 3 if self.balance.failed or self.balance.rejected else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be worked off."""
+
+    run: RunDirectory
+    index: PlanIndex
+    job: Job
+    ledger: Ledger
+    left: float
+    """The share of the plan's rows that are outstanding."""
+    num_others: int
+    """Workers that are known to be at work on them already."""
+    may_wait: bool
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
 Opener = Callable[[Job, Context], Generator]
+Workforce = Callable[[Task, Stop, Progress], int]
+"""What works a task off; the exit code where rows are left that nothing else explains, 0 for none."""
 
 
 def run_job(
@@ -65,8 +85,10 @@ def run_job(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    workforce: Workforce | None = None,
 ) -> Ending:
-    """Make every row of a manifest that has not been made yet, in the run directory `out`.
+    """Make every row of a manifest that has not been made yet, in the run directory `out`: in this process, by a model
+    that `opener` loads, or by a `workforce` of others.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
@@ -82,20 +104,27 @@ def run_job(
     on_opened(index, balance)
     if balance.outstanding and was_marked:
         run.files.remove(run.path / SUCCESS)
+    worst = 0
     if balance.outstanding and not stop.is_asked:
+        num_others = len({(one.host, one.pid) for one in balance.holders})
+        task = Task(run, index, job, ledger, balance.outstanding / index.num_rows, num_others, may_wait)
         try:
             with progress(balance) as shown:
-                workers = 1 + len({(one.host, one.pid) for one in balance.holders})
-                share = balance.outstanding / index.num_rows / workers
-                settled = partial(settle, ledger)
-                generator = opener(job, Context(shown.say, settled, index.work(share)))
-                _work(run, index, job, ledger, generator, stop, shown, may_wait=may_wait)
+                worst = (workforce or partial(work, opener=opener))(task, stop, shown)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
     if not balance.outstanding and not is_finished(run):
         finalize(run)
-    return Ending(balance, stop.signal_name, may_wait)
+    return Ending(balance, stop.signal_name, may_wait, worst)
+
+
+def work(task: Task, stop: Stop, progress: Progress, opener: Opener = open_generator) -> int:
+    """Work a task off in this process, by the ledger's owner. Raises what ends a worker."""
+    ledger, share = task.ledger, task.left / (1 + task.num_others)
+    context = Context(progress.say, partial(settle, ledger), task.index.work(share))
+    _work(task, opener(task.job, context), stop, progress)
+    return 0
 
 
 def _is_marked(run: RunDirectory) -> bool:
@@ -108,17 +137,8 @@ def _is_marked(run: RunDirectory) -> bool:
     return is_marked
 
 
-def _work(
-    run: RunDirectory,
-    index: PlanIndex,
-    job: Job,
-    ledger: Ledger,
-    generator: Generator,
-    stop: Stop,
-    progress: Progress,
-    *,
-    may_wait: bool,
-) -> None:
+def _work(task: Task, generator: Generator, stop: Stop, progress: Progress) -> None:
+    run, index, job, ledger = task.run, task.index, task.job, task.ledger
     settle_dtype(ledger, generator.versions.get("dtype"))
     threads = num_encoder_threads(job.output)
     buckets = index.work(1.0)
@@ -126,7 +146,7 @@ def _work(
     with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), task.may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions

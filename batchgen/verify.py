@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.codec import decode
+from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
 from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import damaged
@@ -75,8 +75,8 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
 def _spread(
     check: Callable[[Receipt], tuple[list[Fault], int]], receipts: Iterable[Receipt]
 ) -> Iterator[tuple[list[Fault], int]]:
-    """`check` of each receipt, in order, on a thread per core with a bounded number under way."""
-    threads = len(os.sched_getaffinity(0))
+    """`check` of each receipt, in order, on a thread per usable core with a bounded number under way."""
+    threads = usable_cores()
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[tuple[list[Fault], int]]] = deque()
         for receipt in receipts:

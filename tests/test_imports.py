@@ -27,7 +27,7 @@ LAYERS = [
     for line in """
     errors version wording
     records
-    job filesystem owners
+    job filesystem owners cores gpus
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
@@ -42,6 +42,9 @@ LAYERS = [
     epoch finalize verify
     worker
     runner bench.workload bench.figures
+    launched
+    children
+    launcher
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images

@@ -86,6 +86,14 @@ def find_model(model: Model) -> ModelFolder:
     return _checked(_fetched(model))
 
 
+def pinned(model: Model) -> Model:
+    """The same model for other processes: of a hub id, the commit that this one has found."""
+    if model.path in _BUILT_IN:
+        return model
+    commit = find_model(model).commit
+    return model.model_copy(update={"revision": commit}) if commit else model
+
+
 def facts_of(model: Model) -> facts.Facts:
     """What planning must know of the job's model. Raises UsageError as `find_model` does, and for a key of `[model]`
     that would have no effect."""
