@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen import children
 from batchgen.errors import UsageError
 from batchgen.job import load_job
 from batchgen.launcher import gpu_seats, seats_of
@@ -152,12 +153,12 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
-    source = runs.prompts(tmp_path / "m.parquet", 6, width=640, height=640)
-    ended = runs.start(source, tmp_path / "out", *ONE_BY_ONE, "--workers", 2, limit_file_bytes=9_000).wait()
+    source, small = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640), ("--set", "plan.shard_images=4")
+    ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait()
     assert ended.code == 75, ended
-    assert "no other takes its place; 1 other worker left" in ended.err
-    assert "no other takes its place; no worker left" in ended.err
-    check_all(tmp_path / "out", runs.run(source, tmp_path / "out", *ONE_BY_ONE, "--workers", 1), 6)
+    assert ended.err.count("the file would exceed the size limit") == 2
+    assert "ended with code 75; no other takes its place; no worker left" in ended.err
+    check_all(tmp_path / "out", runs.run(source, tmp_path / "out", *small, "--workers", 1), 8)
 
 
 def test_a_device_that_is_not_there_is_a_users_mistake(tmp_path: Path) -> None:
@@ -167,16 +168,17 @@ def test_a_device_that_is_not_there_is_a_users_mistake(tmp_path: Path) -> None:
     assert "worker 1: engine.device = 'cuda:7' is not there" in ended.err
 
 
-def test_a_crash_of_every_process(tmp_path: Path) -> None:
-    """What they cannot do at all they try as often as a row is forgiven, and no more."""
+def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are replaced as often as a row is forgiven, and no more."""
+    crash = "from batchgen import worker; worker.Worker.work = lambda self: 1 / 0; main()"
+    monkeypatch.setattr(children, "_BOOT", children._BOOT.replace("main()", crash))
     source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
-    assert runs.run(source, out, "--set", "plan.on_truncate=warn", "--workers", 1).code == 0
-    for name in ("_SUCCESS", ".run/receipts/00000-0"):
-        (out / name).unlink()
-    (file,) = (out / ".run/plan").glob("*/0000.parquet")
-    file.unlink()
-    ended = runs.run(source, out, "--set", "run.max_deaths=1", "--workers", 1)
-    assert ended.code in (1, 2), ended
+    ended = runs.run(source, out, "--set", "run.max_deaths=1", "--workers", 2)
+    assert (ended.code, ended.closing_line) == (1, "2 rows = 0 done + 0 failed + 0 rejected + 2 outstanding"), ended
+    assert ended.err.count("ZeroDivisionError: division by zero") == 4
+    assert ended.err.count("another takes its place") == 2
+    assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
+    assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
 
 
 def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(
