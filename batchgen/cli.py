@@ -17,6 +17,7 @@ import click
 from batchgen.bench.commands import bench
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import is_utf8
+from batchgen.prefetch import prefetch
 from batchgen.version import VERSION
 from batchgen.wording import counted
 
@@ -221,6 +222,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(prefetch)
 
 
 @cli.command(name="import")

@@ -31,7 +31,7 @@ LAYERS = [
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
-    models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
+    models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
@@ -48,7 +48,7 @@ LAYERS = [
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images
-    bench.commands
+    bench.commands prefetch
     cli
     """.strip().splitlines()
 ]
