@@ -68,7 +68,8 @@ def take_balance(index: PlanIndex, ledger: Ledger, stale_after_s: float | None =
     """Count every shard's receipts. With `stale_after_s`, claims of owners thought dead hold nothing."""
     done = failed = cut = settled = 0
     holders: list[Holder] = []
-    for state, num_rows in zip(ledger.states(index.shards), index.shard_rows, strict=True):
+    for shard, num_rows in zip(index.shards, index.shard_rows, strict=True):
+        state = ledger.state(shard, num_rows)
         done += sum(len(one.ok) for one in state.committed)
         failed += sum(len(one.failed) for one in state.committed)
         cut += sum(one.num_cut for one in state.committed)

@@ -148,11 +148,17 @@ class Ledger:
         # Receipts are about a plan, whose putter may have died before its name was durable.
         self.files.sync_folder(self.root / "plan")
 
-    def state(self, shard: int) -> ShardState:
-        """Read a shard's slots, in epoch order, until one has no receipt."""
+    def state(self, shard: int, num_rows: int | None = None) -> ShardState:
+        """Read a shard's slots, in epoch order, until one has no receipt, or all its rows (if it is said how many there
+        are) are settled: nobody asks what comes after that."""
         receipts: list[Receipt] = []
+        num_left = num_rows
         while (receipt := self.receipt(shard, len(receipts))) is not None:
             receipts.append(receipt)
+            if num_left is not None and receipt.kind == COMMITTED:
+                num_left -= len(receipt.ok) + len(receipt.failed)
+                if num_left <= 0:
+                    return ShardState(shard, tuple(receipts), None, False)
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
 

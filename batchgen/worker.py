@@ -19,7 +19,10 @@ from batchgen.plans import batches
 from batchgen.records import Batch, Failure
 
 POLL_S = 1.0
-"""Between looks at shards that others hold."""
+"""Between looks at the shards that others hold, if these are few."""
+LOOKS_PER_S = 16
+"""Such shards that a waiting worker looks at in a second: a file system serves a thousand workers at once."""
+MAX_POLL_S = 30.0
 
 
 @dataclass(slots=True)
@@ -48,7 +51,7 @@ class Worker:
                 if open_shards and not has_progressed:
                     if not self.may_wait:
                         return
-                    self._wait()
+                    self._wait(min(MAX_POLL_S, max(POLL_S, len(open_shards) / LOOKS_PER_S)))
         except BaseException as error:
             self._give_back(error)
             raise
@@ -68,8 +71,8 @@ class Worker:
                 with suppress(Interrupted):
                     self.place.ledger.release(shard, number)
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + POLL_S
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.place.stop.is_asked:
             time.sleep(0.05)
 
@@ -97,8 +100,8 @@ class Worker:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""
         place = self.place
         while True:
-            state = place.ledger.state(shard)
             num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
+            state = place.ledger.state(shard, num_rows)
             if not state.is_claimed or len(state.settled) >= num_rows:
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)
