@@ -123,6 +123,20 @@ class Suspicion:
     deaths: int
 
 
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What the names of all slots said a moment ago, at the price of two listings: enough to choose where to look."""
+
+    claimed: Mapping[int, int]
+    """The last epoch with a claim, by shard."""
+    received: Mapping[int, int]
+    """The last epoch with a receipt, by shard."""
+
+    def is_held(self, shard: int) -> bool:
+        """Whether an epoch was claimed and not yet closed."""
+        return self.claimed.get(shard, -1) > self.received.get(shard, -1)
+
+
 class Ledger:
     """The slots under `RUN/.run/`, as one worker (or an onlooker without an owner) sees and fills them."""
 
@@ -161,6 +175,16 @@ class Ledger:
                     return ShardState(shard, tuple(receipts), None, False)
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
+
+    def glance(self) -> Glance:
+        """List the slots."""
+        return Glance(self._last("claims"), self._last("receipts"))
+
+    def _last(self, folder: str) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for shard, epoch in filter(None, map(unstem, self.files.names(self.root / folder))):
+            last[shard] = max(epoch, last.get(shard, -1))
+        return last
 
     def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
         return (self.state(shard) for shard in shards)

@@ -14,15 +14,15 @@ from batchgen.epoch import Epoch, Workplace
 from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
 from batchgen.heart import Heart
-from batchgen.ledger import ShardState, stem
+from batchgen.ledger import Glance, ShardState, stem
 from batchgen.plans import batches
 from batchgen.records import Batch, Failure
 
 POLL_S = 1.0
-"""Between looks at the shards that others hold, if these are few."""
-LOOKS_PER_S = 16
-"""Such shards that a waiting worker looks at in a second: a file system serves a thousand workers at once."""
 MAX_POLL_S = 30.0
+"""Between looks at shards that others hold: the longer the more there are, for then many workers look."""
+LOOKS = 8
+"""Of such shards, how many a waiting worker looks at each time."""
 
 
 @dataclass(slots=True)
@@ -37,6 +37,9 @@ class Worker:
     does not wait for it."""
     _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
+    _glance: Glance = field(default_factory=lambda: Glance({}, {}))
+    _num_looks: int = 0
+    """Shards that others hold and that are looked at nevertheless in this round."""
 
     def work(self) -> None:
         index, stop = self.place.reader.index, self.place.stop
@@ -44,14 +47,22 @@ class Worker:
         first = index.first_shard
         open_shards = [first + (offset + place) % len(index.shards) for place in range(len(index.shards))]
         try:
+            most_looks = LOOKS if self.may_wait else len(open_shards)
+            num_looks = 0
             while open_shards and not stop.is_asked:
+                self._glance, self._num_looks = self.place.ledger.glance(), num_looks
                 still_open = [shard for shard in open_shards if not self._take(shard)]
                 has_progressed = self._close_former() or len(still_open) < len(open_shards)
-                open_shards = still_open
-                if open_shards and not has_progressed:
-                    if not self.may_wait:
-                        return
-                    self._wait(min(MAX_POLL_S, max(POLL_S, len(open_shards) / LOOKS_PER_S)))
+                # Others come first the next time.
+                open_shards = still_open[num_looks:] + still_open[:num_looks]
+                if has_progressed or not open_shards:
+                    num_looks = 0
+                elif not num_looks:
+                    num_looks = most_looks
+                elif not self.may_wait:
+                    return
+                else:
+                    self._wait(min(MAX_POLL_S, max(POLL_S, len(open_shards) / LOOKS)))
         except BaseException as error:
             self._give_back(error)
             raise
@@ -88,13 +99,22 @@ class Worker:
 
     def _take(self, shard: int) -> bool:
         """Work on a shard if that is possible; whether all its rows are known to be settled afterwards."""
-        if self.place.stop.is_asked:
+        if self.place.stop.is_asked or self._is_left_to_others(shard):
             return False
         state = self._claimable(shard)
         num_rows = self.place.reader.index.shard_rows[shard - self.place.reader.index.first_shard]
         if state is None or len(state.settled) >= num_rows:
             return state is not None
-        return self._claim(shard, state.epoch) and self._work_on(state)
+        is_settled = self._claim(shard, state.epoch) and self._work_on(state)
+        self._glance = self.place.ledger.glance()
+        return is_settled
+
+    def _is_left_to_others(self, shard: int) -> bool:
+        """Whether another is at work on a shard, as far as the last glance told, and it is not looked at this time."""
+        if not self._glance.is_held(shard):
+            return False
+        self._num_looks -= 1
+        return self._num_looks < 0
 
     def _claimable(self, shard: int) -> ShardState | None:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""
