@@ -116,7 +116,7 @@ def test_full_disk_at_the_fifth_image(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(runs.check_images(out)) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
     process = runs.start(source, out, *SMALL, *FAULTS)

@@ -47,7 +47,7 @@ LAYERS = [
     launcher
     bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
-    bench.images
+    bench.images bench.workers
     bench.commands prefetch
     cli
     """.strip().splitlines()

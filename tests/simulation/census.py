@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--format", choices=["webdataset", "files"], default="webdataset")
     parser.add_argument("--record", action="store_true", help=f"write {FIGURES.name}")
     asked = parser.parse_args()
+    sys.setrecursionlimit(100_000)  # A thread starts at the depth of the one that gives way to it.
     with doubles.installed() as patch:
         patch.setattr(ledger, "_receipt", lru_cache(None)(ledger._receipt))
         patch.setattr(ledger, "_claim", lru_cache(None)(ledger._claim))
