@@ -132,6 +132,10 @@ class Glance:
     received: Mapping[int, int]
     """The last epoch with a receipt, by shard."""
 
+    def is_untouched(self, shard: int) -> bool:
+        """Whether nobody has claimed it."""
+        return shard not in self.claimed and shard not in self.received
+
     def is_held(self, shard: int) -> bool:
         """Whether an epoch was claimed and not yet closed."""
         return self.claimed.get(shard, -1) > self.received.get(shard, -1)

@@ -11,7 +11,9 @@ from batchgen.wording import counted
 @click.argument("model_or_job", metavar="MODEL|JOB")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="model.variant, model.revision.")
 def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
-    """Fetch a hub model, or the one that a job file (.toml) names, so that no run needs a network.
+    """Fetch a hub model's files, so that runs need no network.
+
+    JOB is a job file (.toml), whose model is fetched.
 
     \b
     Example: batchgen prefetch stabilityai/stable-diffusion-xl-base-1.0 --set model.variant=fp16

@@ -100,7 +100,8 @@ def run_job(
     ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
     was_marked = _is_marked(run)
-    balance = take_balance(index, ledger, job.run.stale_after_s)
+    glance = None if was_marked else ledger.glance()
+    balance = take_balance(index, ledger, job.run.stale_after_s, glance)
     on_opened(index, balance)
     if balance.outstanding and was_marked:
         run.files.remove(run.path / SUCCESS)

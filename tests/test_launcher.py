@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -21,6 +22,7 @@ from batchgen.job import load_job
 from batchgen.launcher import gpu_seats, seats_of
 from batchgen.ledger import Ledger, Receipt
 from batchgen.owners import start_time
+from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
 from tests import runs, tiny
 
@@ -224,7 +226,13 @@ def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
     assert not re.search(r"\b(1[3-9]|[2-9]\d)/12", text)
 
 
-def test_lines_say_for_how_many_they_speak(tmp_path: Path) -> None:
+def test_lines_say_for_how_many_they_speak() -> None:
+    stream = io.StringIO()
+    with Display(10, 2, 1, stream, num_workers=3) as display:
+        assert display.line().startswith("3/10 images, as far as these 3 workers know; ")
+
+
+def test_seats_of_workers() -> None:
     assert seats_of(None, None, load_job()) == ()
     assert [seat.name for seat in seats_of(None, 2, load_job())] == ["worker 1", "worker 2"]
 
