@@ -29,6 +29,7 @@ from tests import runs, tiny
 FAULTS = ("--set", "model.variant=faults")
 ONE_BY_ONE = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=1")
 HALVES = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=5")
+PATIENCE_S = 200.0
 DONE = "{0} rows = {0} done + 0 failed + 0 rejected + 0 outstanding"
 
 
@@ -37,8 +38,8 @@ def slow(path: Path, num: int, seconds: float) -> Path:
 
 
 def until(is_so: Callable[[], object], process: runs.Process | None = None) -> None:
-    """Wait for a state, a minute at most, while the process runs."""
-    deadline = time.monotonic() + 60
+    """Wait for a state while the process runs; minutes, where the machine is busy."""
+    deadline = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < deadline, process and process.errors()
         assert process is None or process.is_running, process.errors()
@@ -74,7 +75,7 @@ def test_a_worker_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     os.kill(first, signal.SIGSTOP)
     until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
     os.kill(first, signal.SIGCONT)
-    check_all(out, process.wait(), 12)
+    check_all(out, process.wait(PATIENCE_S), 12)
     by = {one.by.pid for one in receipts(out)}
     assert first in by
     assert len(by) == 2
@@ -91,7 +92,7 @@ def test_a_killed_worker_is_said_and_its_shard_taken_over(tmp_path: Path) -> Non
     until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
     held = holders(out).get(shard) == first
     os.kill(first, signal.SIGKILL)
-    ended = process.wait()
+    ended = process.wait(PATIENCE_S)
     check_all(out, ended, 12)
     assert re.search(rf"worker \d: its process {first} was killed by SIGKILL; another takes its place", ended.err)
     assert not held or re.search(rf"shard \d+-0 is taken over: its process {first} on .* is gone", ended.err)
@@ -117,7 +118,7 @@ def test_a_signal_drains_all(tmp_path: Path) -> None:
     pids = set(holders(out).values())
     assert len(pids) == 2
     process.signal(signal.SIGTERM)
-    ended = process.wait()
+    ended = process.wait(PATIENCE_S)
     assert not any(map(start_time, pids))
     assert (ended.code, ended.closing_line.split(" + ", 1)[0]) == (75, "10 rows = 0 done"), ended
     assert "stopped by SIGTERM" in ended.err
@@ -135,7 +136,7 @@ def test_a_second_signal_to_the_whole_group_stops_all_at_once(tmp_path: Path) ->
     time.sleep(2.2)
     assert process.is_running
     os.killpg(process.pid, signal.SIGINT)
-    ended = process.wait()
+    ended = process.wait(PATIENCE_S)
     assert not any(map(start_time, pids))
     assert (ended.code, ended.closing_line) == (75, "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding"), ended
     assert "stopped at once by a second signal (the first was SIGINT)" in ended.err
@@ -149,14 +150,14 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
     until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
     process.signal(signal.SIGKILL)
-    assert process.wait().code == -signal.SIGKILL
+    assert process.wait(PATIENCE_S).code == -signal.SIGKILL
     until(lambda: not any(map(start_time, pids)))
     assert [one.kind for one in receipts(out)] == ["released"] * 2
 
 
 def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
     source, small = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640), ("--set", "plan.shard_images=4")
-    ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait()
+    ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait(PATIENCE_S)
     assert ended.code == 75, ended
     assert ended.err.count("the file would exceed the size limit") == 2
     assert "ended with code 75; no other takes its place; no worker left" in ended.err
@@ -198,7 +199,7 @@ def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(
         "atexit.register(lambda: print('TORCH', 'torch' in sys.modules))\n"
         "from batchgen.cli import main\nmain()"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280, check=False)
     assert ended.stdout.splitlines() == [DONE.format(6), "TORCH False"], ended.stderr
     assert runs.pixels(two) == runs.pixels(one)
     assert len({one.by.pid for one in receipts(two)}) <= 2
