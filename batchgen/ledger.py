@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def stem(shard: int, epoch: int) -> str:
     return f"{shard:05d}-{epoch}"
 
 
+@lru_cache(2**17)  # A worker lists the same names again and again.
 def unstem(name: str) -> tuple[int, int] | None:
     """Shard and epoch of a slot's name, None for any other name."""
     shard, dash, epoch = name.partition("-")

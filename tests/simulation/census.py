@@ -67,7 +67,7 @@ class Counted(Run):
             output_format=output_format,
             lag_s=0.0,
             restlessness=0.0,
-            oversleep_s=0.5,
+            oversleep_s=2.0,
             odd_shard=-1,
             num_restarts=0,
             num_finalizers=0,
