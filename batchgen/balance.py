@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from batchgen.ledger import Glance, Ledger, ShardState, stem
-from batchgen.owners import gone_because, this_process
-from batchgen.plans import PlanIndex
+from batchgen.glance import Glance
+from batchgen.ledger import Ledger, ShardState, stem
+from batchgen.owners import Owner, gone_because, this_process
+from batchgen.plan_index import PlanIndex
 from batchgen.wording import counted
+
+_KINDS = ("ok", "failed", "cut")
+"""What a receipt says of its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,33 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardBalance:
+    """One shard: rows = done + failed + outstanding, of those rows that no later plan has taken over."""
+
+    shard: int
+    epoch: int
+    """The first one without a receipt."""
+    rows: int
+    done: int
+    failed: int
+    outstanding: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBalance:
+    """One start of a worker: the rows it has settled, and those of the shards that it holds."""
+
+    host: str
+    pid: int
+    job_id: str
+    done: int
+    failed: int
+    held: int
+    heartbeat_age_s: float | None
+    """Of the latest claim; None where it holds none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Balance:
     """rows = done + failed + rejected + outstanding; `held` of the outstanding ones belong to claims."""
 
@@ -34,8 +66,9 @@ class Balance:
     outstanding: int
     cut: int
     """Of the rows done: those whose prompt lost its end, because the model reads no more."""
-    shards: int
-    shards_settled: int
+    shards: tuple[ShardBalance, ...]
+    workers: tuple[WorkerBalance, ...]
+    """In the order in which their first shard lies in the plan."""
     holders: tuple[Holder, ...]
 
     @property
@@ -43,8 +76,19 @@ class Balance:
         return self.done + self.failed + self.rejected + self.outstanding
 
     @property
+    def shards_settled(self) -> int:
+        return sum(not one.outstanding for one in self.shards)
+
+    @property
     def held(self) -> int:
         return sum(one.rows for one in self.holders)
+
+    @property
+    def exit_code(self) -> int:
+        """0 all made · 3 all settled, some failed or rejected · 75 rows are outstanding."""
+        if self.outstanding:
+            return 75
+        return 3 if self.failed or self.rejected else 0
 
     def line(self) -> str:
         """The line that every ending prints."""
@@ -69,28 +113,53 @@ def take_balance(
 ) -> Balance:
     """Count every shard's receipts. With `stale_after_s`, claims of owners thought dead hold nothing. What a glance
     says to be untouched is not looked at: where listings are late, that counts too few rows as done."""
-    done = failed = cut = settled = 0
+    done = failed = cut = 0
+    shards: list[ShardBalance] = []
     holders: list[Holder] = []
+    workers: dict[Owner, WorkerBalance] = {}
     for shard, num_rows in zip(index.shards, index.shard_rows, strict=True):
-        if glance is not None and glance.is_untouched(shard):
-            continue
-        state = ledger.state(shard, num_rows)
-        done += sum(len(one.ok) for one in state.committed)
-        failed += sum(len(one.failed) for one in state.committed)
-        cut += sum(one.num_cut for one in state.committed)
-        left = num_rows - len(state.settled)
-        settled += left == 0
+        is_untouched = glance is not None and glance.is_untouched(shard)
+        state = ShardState(shard, (), None, False) if is_untouched else ledger.state(shard, num_rows)
+        rows, left = index.rows(state.shard), index.left(state)
+        here = [frozenset(chain.from_iterable(getattr(one, name) for one in state.committed)) & rows for name in _KINDS]
+        num_done, num_failed, num_cut = map(len, here)
+        done, failed, cut = done + num_done, failed + num_failed, cut + num_cut
+        shards.append(ShardBalance(state.shard, state.epoch, len(rows), num_done, num_failed, len(left)))
+        for one in state.committed:
+            _credit(workers, one.by, done=len(rows.intersection(one.ok)), failed=len(rows.intersection(one.failed)))
         if left and state.is_claimed and not _is_dead(ledger, state, stale_after_s):
-            holders.append(_holder(ledger, state, left))
+            holders.append(_holder(ledger, state, len(left)))
+            if state.claim is not None:
+                _credit(workers, state.claim.owner, held=len(left), age_s=holders[-1].heartbeat_age_s)
     return Balance(
         done=done,
         failed=failed,
         rejected=index.num_rejected,
-        outstanding=index.num_rows - done - failed,
+        outstanding=sum(one.outstanding for one in shards),
         cut=cut,
-        shards=len(index.shards),
-        shards_settled=settled,
+        shards=tuple(shards),
+        workers=tuple(workers.values()),
         holders=tuple(holders),
+    )
+
+
+def _credit(
+    workers: dict[Owner, WorkerBalance],
+    owner: Owner,
+    *,
+    done: int = 0,
+    failed: int = 0,
+    held: int = 0,
+    age_s: float | None = None,
+) -> None:
+    had = workers.get(owner, WorkerBalance(owner.host, owner.pid, owner.job_id, 0, 0, 0, None))
+    ages = [one for one in (had.heartbeat_age_s, age_s) if one is not None]
+    workers[owner] = replace(
+        had,
+        done=had.done + done,
+        failed=had.failed + failed,
+        held=had.held + held,
+        heartbeat_age_s=min(ages, default=None),
     )
 
 

@@ -16,6 +16,7 @@ from batchgen.metadata import CARRIED
 from batchgen.wording import listed, shorten
 
 SHOWN = 5
+ROWS_ADDED = "rows added"
 _KEY = ("id", "image_number")
 _NOT_ASKED = frozenset({"position", "group", "batch", "batch_size"})
 """Columns of a plan that say where a row lies, not what it is."""
@@ -41,7 +42,7 @@ def row_differences(there: Tables, now: Tables) -> list[str]:
     changed = _changed(theirs, ours)
     old = _rows(there, np.concatenate([removed[:SHOWN], changed[:SHOWN]]))
     new = _rows(now, np.concatenate([added[:SHOWN], changed[:SHOWN]]))
-    lines = [_counted("rows removed", removed, old), _counted("rows added", added, new)]
+    lines = [_counted("rows removed", removed, old), _counted(ROWS_ADDED, added, new)]
     lines.append(_counted("rows changed", changed, new))
     lines += [_change(old[key], new[key]) for key in changed[:SHOWN].tolist()]
     return [line for line in lines if line]

@@ -27,10 +27,11 @@ FILES = FileSystem()
 
 
 class HashedFile(io.RawIOBase):
-    """A new binary file, written front to back, with the sha256 of what was written."""
+    """A new binary file, written front to back, with the sha256 of what was written. Raises FileExistsError, also where
+    the name is that of a link, which would lead elsewhere."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = path.open("xb")
         self._digest = hashlib.sha256()
         self._num_bytes = 0
 
@@ -63,14 +64,19 @@ class HashedFile(io.RawIOBase):
 
 
 def write_table(path: Path, table: pa.Table) -> str:
-    """Write a Parquet file, durable with its name; its sha256."""
+    """Write a Parquet file, durable with its name, in the place of what has it; its sha256."""
     with resumable(path):
+        if os.path.lexists(path):
+            path.unlink()
         file = HashedFile(path)
         try:
             pq.write_table(table, file, compression="zstd")
             file.close_durably()
-        finally:
-            file.close()
+        except BaseException:
+            with suppress(OSError):  # Closing writes what is still buffered.
+                file.close()
+            remove(path)
+            raise
         FILES.sync_folder(path.parent)
     return file.hexdigest()
 

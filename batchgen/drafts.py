@@ -54,7 +54,7 @@ class Draft:
     """In plan order; a row's `group` is an index into this."""
     cut: Cut
     rank: npt.NDArray[np.uint32]
-    """Per image in manifest order: its place in the plan."""
+    """Per image in manifest order: its place in the plan; 0 for one that an earlier plan has."""
 
 
 def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
@@ -70,6 +70,8 @@ def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     key = (place[survey.group] << np.uint64(48)) | (survey.evaluations.astype(np.uint64) << np.uint64(32))
     key = survey.per_image(key | (survey.ids.high >> np.uint64(32)))
     order = np.argsort(key, kind="stable")
+    if survey.is_planned is not None:
+        order = order[~survey.is_planned[order]]
     key = key[order]
     _settle_ties(order, key, survey)
     runs, counts = np.unique(key >> np.uint64(32), return_counts=True)
@@ -79,7 +81,7 @@ def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     edges = np.searchsorted(group_of_run, np.arange(len(groups) + 1, dtype=np.uint64)).tolist()
     of_group = [(number, slice(*here)) for number, here in enumerate(pairwise(edges)) if here[0] < here[1]]
     cut_rows = cut(groups, [(number, evaluations[here], counts[here]) for number, here in of_group], cost, limits)
-    rank = np.empty(len(order), np.uint32)
+    rank = np.zeros(survey.num_images_total, np.uint32)
     rank[order] = np.arange(len(order), dtype=np.uint32)
     return Draft(survey, cost, groups, cut_rows, rank)
 
@@ -122,6 +124,20 @@ def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]
             )
             image += len(places)
         row += len(good)
+
+
+def new_rows(drafted: Draft, first_position: int) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """As `plan_rows`, but for the images that an earlier plan has; positions count from `first_position`."""
+    is_planned, image = drafted.survey.is_planned, 0
+    for table, ranks in plan_rows(drafted):
+        if is_planned is not None:
+            new = np.flatnonzero(~is_planned[image : image + len(ranks)])
+            image += len(ranks)
+            table, ranks = table.take(new), ranks[new]
+            positions = np.arange(first_position, first_position + len(new), dtype=np.uint64)
+            table = table.set_column(0, table.schema.field(0), pa.array(positions))
+            first_position += len(new)
+        yield table, ranks
 
 
 def _table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pyarrow as pa
 
@@ -18,12 +18,13 @@ from batchgen.ledger import COMMITTED, Ledger, Receipt, stem
 from batchgen.making import Maker
 from batchgen.metadata import row_table
 from batchgen.owners import Owner
-from batchgen.plans import PlanReader
+from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress
 from batchgen.publish import publish
 from batchgen.records import Batch, Failure, Image, Part
 from batchgen.rundir import RunDirectory
 from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from batchgen.writer import PartWriter
 
 _DROPPED = "the running batch is dropped: it would not end within the grace"
@@ -41,6 +42,7 @@ class Workplace:
     pool: EncoderPool
     stop: Stop
     progress: Progress
+    time_left: TimeLeft = field(default_factory=TimeLeft)
 
     @property
     def me(self) -> Owner:
@@ -167,7 +169,7 @@ class Epoch:
             part_bytes=part.bytes,
             part_sha256=part.sha256,
             table_sha256=table_sha256,
-            num_cut=sum(bool(image.tokens_dropped) for image in part.images),
+            cut=tuple(sorted(image.index for image in part.images if image.tokens_dropped)),
             versions=dict(self._place.maker.generator.versions),
         )
 
@@ -192,3 +194,11 @@ class Epoch:
         self._count(-made, -failed)
         self._part.discard()
         remove(place.ledger.table_path(self._shard, self._number))
+
+
+def clear_work(ledger: Ledger, shard: int, epoch: int) -> None:
+    """Remove what lies in the work folder of an epoch whose receipt names none of it: a full disk has better use for
+    the room."""
+    for name in ledger.files.names(ledger.root / "work"):
+        if name.split(".")[0] == stem(shard, epoch):
+            remove(ledger.root / "work" / name)

@@ -29,7 +29,7 @@ _RESUMABLE = {
     errno.ETIMEDOUT: "the file system does not answer",
     errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
-_NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """A path that cannot be used as it is named."""
 
 
@@ -85,12 +85,19 @@ class FileSystem:
         """
         temp = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
         with resumable(path):
-            self.write(temp, content)
+            try:
+                self.write(temp, content)
+            except Interrupted:
+                with suppress(Interrupted):
+                    self.remove(temp)  # A full disk has better use for its room.
+                raise
             try:
                 self.link(temp, path)
                 is_ours = True
             except OSError:
                 settled = self.read(path)
+                if settled is None and self.is_link(path):
+                    raise UsageError(f"{path} is a symbolic link to nowhere; remove it") from None
                 if settled is None:
                     raise
                 is_ours = settled == content
@@ -212,16 +219,21 @@ class FileSystem:
             return None
         return FileStat(found.st_size, found.st_mtime, stat.S_ISDIR(found.st_mode))
 
+    def is_link(self, path: Path) -> bool:
+        """Whether a name is that of a symbolic link."""
+        with resumable(path):
+            return stat.S_ISLNK(os.lstat(path).st_mode) if os.path.lexists(path) else False
+
     def digest(self, path: Path) -> tuple[int, str]:
         """Size in bytes and sha256 of a file, of any size."""
         with resumable(path), path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), sha256
 
-    def touch(self, path: Path) -> None:
-        """Set a file's change time to now, by the file system's clock."""
+    def touch(self, path: Path, at_s: float | None = None) -> None:
+        """Set a file's change time: to now, by the file system's clock, or to a time. It needs no room on the disk."""
         with resumable(path):
-            os.utime(path)
+            os.utime(path, None if at_s is None else (at_s, at_s), follow_symlinks=False)
 
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""

@@ -24,9 +24,11 @@ from batchgen.disk import remove
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
-from batchgen.marker import put_marker
+from batchgen.marker import SUCCESS, put_marker
+from batchgen.mending import content_of, mend, sweep_mended
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
-from batchgen.plans import REJECTED, PlanIndex
+from batchgen.plan_index import PlanIndex
+from batchgen.plans import REJECTED
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
@@ -34,13 +36,16 @@ from batchgen.version import VERSION
 
 _PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 METADATA = "metadata.parquet"
+_CHECKED = ("status", "file_name", "bytes", "sha256")
+"""Columns of a row table that parts are held against."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
     """The row tables of all committed receipts."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[tuple[Path, pa.Array], ...]
+    """Each with the indices of rows that later plans have."""
     positions: npt.NDArray[np.uint64]
     """Of all their rows, ascending."""
 
@@ -49,13 +54,24 @@ class _Sources:
         return ranks
 
 
-def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
+def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = None) -> Balance | None:
     """Write the tables of a run whose rows are all settled; of what there is so far with `is_partial`, under names
-    of their own.
+    of their own. Given a plan's number, nothing is done, and None returned, once a higher one is there.
 
     Raises UsageError if rows are outstanding, BatchgenError if a committed part is missing or has another size.
     """
-    index = run.index()
+    while True:
+        index = run.index()
+        if plan is not None and index.number != plan:
+            return None
+        balance = _finalize(run, index, is_partial=is_partial)
+        if is_partial or run.index().number == index.number:
+            return balance
+        # A plan was appended, and perhaps worked off, meanwhile: what stands there now may be the tables without it.
+        run.files.remove(run.path / SUCCESS)
+
+
+def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balance:
     ledger = Ledger(run.root, run.files)
     balance = take_balance(index, ledger)
     if balance.outstanding and not is_partial:
@@ -64,19 +80,25 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
             "write tables of what there is with --partial"
         )
     # Read once: with `is_partial` a worker may commit the next one at any time. Their rows are not held.
-    receipts = tuple(replace(one, ok=(), failed=()) for one in ledger.committed(index.shards))
+    receipts = tuple(
+        replace(one, ok=(), failed=(), cut=())
+        for one in ledger.committed(index.shards)
+        if not index.rows(one.shard).isdisjoint((*one.ok, *one.failed))
+    )
     # What is written from here on stands on these receipts, whose putters may have died before they were durable.
     if receipts:
         run.files.sync_folder(run.root / "receipts")
     for receipt in receipts:
         publish(run, receipt)
+    mend(run, index, ledger)
     _withdraw(run, ledger)
     # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
     run.files.sync_folder(run.data)
     scratch = run.root / f"finalize-{secrets.token_hex(4)}"
     run.files.make_folder(scratch)
     try:
-        tables = _write_tables(index, _sources(run, receipts, ledger), scratch, is_partial=is_partial)
+        sources = _sources(run, index, receipts, ledger)
+        tables = _write_tables(index, sources, scratch, is_partial=is_partial)
         digest = run.files.digest(tables[METADATA])[1] if METADATA in tables else ""
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
@@ -88,15 +110,21 @@ def finalize(run: RunDirectory, *, is_partial: bool = False) -> Balance:
     return balance
 
 
-def _sources(run: RunDirectory, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
+def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
     paths, positions = [], [np.zeros(0, np.uint64)]
     for receipt in receipts:
         path = ledger.table_path(receipt.shard, receipt.epoch)
-        table = _read(path, ["position", "status", "file_name", "bytes"])
-        _check_files(run, receipt, table)
-        paths.append(path)
+        gone = pa.array(sorted(index.gone(receipt.shard)), pa.int32())
+        table = _counting(_read(path, ["position", "index", *_CHECKED]), gone)
+        _check_files(run, index, ledger.receipt(receipt.shard, receipt.epoch) or receipt, table)
+        paths.append((path, gone))
         positions.append(table["position"].to_numpy())
     return _Sources(tuple(paths), np.sort(np.concatenate(positions)))
+
+
+def _counting(table: pa.Table, gone: pa.Array) -> pa.Table:
+    """The rows of a row table but for those that a later plan has."""
+    return table.filter(pc.invert(pc.is_in(table["index"], gone))) if len(gone) else table
 
 
 def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
@@ -107,15 +135,15 @@ def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
         raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
 
 
-def _check_files(run: RunDirectory, receipt: Receipt, table: pa.Table) -> None:
+def _check_files(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table) -> None:
     """Existence and size of a published part; `verify` reads the bytes."""
-    if not receipt.part:
+    made = table.filter(pc.field("status") == "ok")
+    if not receipt.part or not made.num_rows:
         return
     path = published(run, receipt)
     if not run.files.is_folder(path):
-        _check_size(run, path, receipt.part_bytes)
+        _check_size(run, path, content_of(run, index, receipt, made).num_bytes)
         return
-    made = table.filter(pc.field("status") == "ok")
     for name, size in zip(made["file_name"].to_pylist(), made["bytes"].to_pylist(), strict=True):
         _check_size(run, run.path / name, size)
 
@@ -155,9 +183,9 @@ def _in_order(sources: _Sources, scratch: Path) -> Iterator[pa.Table]:
         yield row_table_schema([]).empty_table()
         return
     bounds = part_bounds(np.arange(len(sources.positions) + 1))
-    spilled = Reorder(scratch, _read(sources.paths[0]).schema, bounds)
-    for path in sources.paths:
-        table = _read(path)
+    spilled = Reorder(scratch, _read(sources.paths[0][0]).schema, bounds)
+    for path, gone in sources.paths:
+        table = _counting(_read(path), gone)
         spilled.add(table, sources.ranks(table))
     yield from spilled.parts()
 
@@ -175,12 +203,11 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
 
 def _close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterable[str], digest: str) -> None:
     """The rejected rows, the card, and the marker that says for which plan all of it stands."""
-    rejected = run.plans / index.folder / REJECTED
     names = [*tables, "README.md"]
     if index.num_rejected:
         names.append(REJECTED)
         temp = run.root / f"rejected.{secrets.token_hex(4)}.tmp"
-        run.files.publish_file(rejected, temp)
+        run.files.publish_file(run.plans / index.rejected, temp)
         run.files.replace(temp, run.path / REJECTED)
         run.files.remove(temp)  # A rename onto another name of the same file leaves both.
     text = card(
@@ -220,5 +247,8 @@ def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
         names = run.files.names(folder)
         for name in names:
             is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in names
-            if is_temp or (folder == run.plans and name.startswith("0-") and name != index.folder):
+            number, dash, _ = name.partition("-")
+            is_lost = folder == run.plans and dash and number.isdecimal() and int(number) <= index.number
+            if is_temp or (is_lost and name not in index.folders):
                 remove(folder / name)
+    sweep_mended(run, index)

@@ -195,6 +195,13 @@ class Redrawn:
     seeds: U64
 
 
+def merged(one: Redrawn, other: Redrawn) -> Redrawn:
+    """Both, which have no row in common."""
+    rows = np.concatenate([one.rows, other.rows])
+    order = np.argsort(rows)
+    return Redrawn(rows[order], np.concatenate([one.seeds, other.seeds])[order])
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """What the derived seeds of some images come from."""

@@ -6,13 +6,16 @@ refused by pydantic and told in one sentence each.
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from batchgen.errors import UsageError
 
@@ -20,6 +23,30 @@ _PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 _Few = Annotated[int, Field(ge=1, le=4096)]
 """Rows of a batch, or threads."""
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+def _one_line(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise ValueError("it must be one line of printable characters")
+    return text
+
+
+def _time(value: object) -> object:
+    """TOML reads 04:00:00 as a time of day, and 30 as a number."""
+    if isinstance(value, datetime.time) and not value.microsecond:
+        return value.isoformat()
+    return str(value) if type(value) is int else value
+
+
+def _is_time(text: str) -> str:
+    if not re.fullmatch(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}", text):
+        raise ValueError("Slurm takes minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]")
+    return text
+
+
+_Line = Annotated[str, AfterValidator(_one_line)]
+_Lines = Annotated[tuple[_Line, ...], Field(strict=False)]
+_Time = Annotated[str, BeforeValidator(_time), AfterValidator(_is_time)]
 
 
 class _Table(BaseModel):
@@ -63,7 +90,7 @@ class Plan(_Table):
     """The allowed batch sizes; None is the powers of two up to `max_batch`."""
     max_batch: _Few | None = None
     """None: as many rows as the memory model allows, at most 32."""
-    shard_images: _PositiveInt | None = None
+    shard_images: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Most images in a shard; None is cut by predicted cost."""
     profile: str | None = None
     """JSON file of measured seconds for this GPU and model."""
@@ -81,7 +108,8 @@ class Engine(_Table):
     device: str | None = None
     """A torch device; None is the first GPU, else the CPU."""
     mode: Literal["auto", "eager", "graph", "regional", "regional+graph", "compiled", "compiled+graph"] = "auto"
-    """How the network is run; auto weighs the work that is left, and is eager on a CPU."""
+    """How the network is run: eager kernels, its blocks compiled once for every size (regional), or the whole compiled
+    for each bucket, captured in a graph or not. auto weighs the work that is left, and is eager on a CPU."""
     attention: Literal["auto", "flash", "cudnn"] = "auto"
     """Attention kernels on a GPU; auto times them."""
     decode_batch: _Few = 4
@@ -118,6 +146,53 @@ class Run(_Table):
     the row at work fails."""
 
 
+class Slurm(_Table):
+    """`[slurm]`: what `submit` asks of a cluster. None is left to the site; see `sbatch`'s manual for the words."""
+
+    partition: _Line | None = None
+    account: _Line | None = None
+    time: _Time | None = None
+    """A task's time limit: "04:00:00", "1-12"."""
+    gres: _Line | None = None
+    """Of each node: "gpu:1"."""
+    constraint: _Line | None = None
+    cpus: _PositiveInt | None = None
+    """CPUs of a worker."""
+    memory: _Line | None = None
+    """Of each node: "64G"."""
+    nodes: _PositiveInt = 1
+    """Nodes of a task, a worker on each."""
+    tasks: _PositiveInt = 8
+    """Tasks of the array, at most: never more than there are shards to do."""
+    throttle: _PositiveInt | None = None
+    """Tasks that run at once; None: as many as the site lets."""
+    modules: _Lines = ()
+    """For `module load`."""
+    setup: _Lines = ()
+    """Lines of the shell before the worker starts, as they are."""
+    container: _Line | None = None
+    """What stands before the worker's command, as shell text: "apptainer exec --nv image.sif"."""
+    program: _Line | None = None
+    """What stands for `batchgen`, as shell text; None: the Python that submits, in a container `batchgen`."""
+    launcher: Literal["srun", "shell"] = "srun"
+    """Whether `srun` starts the workers or the batch script becomes the worker."""
+    warn_s: Annotated[int, Field(ge=1, le=65535)] = 120
+    """Seconds before the time limit at which a worker is told to stop."""
+    wait: bool = False
+    """Whether a worker that finds only rows held by others waits to take over from one that falls silent."""
+    requeue: bool = False
+    """Whether a task that the time limit ends puts itself into the queue again."""
+    cache: _Line | None = None
+    """Folder for compiled kernels and measured costs that all tasks share; None: this user's own."""
+    options: _Lines = ()
+    """More options of `sbatch`, such as "--qos=long"."""
+    finish_partition: _Line | None = None
+    """Of the job that finishes the run; it needs no GPU. None: as the others."""
+    finish_time: _Time | None = None
+    finish_options: _Lines = ()
+    """`options` of that job."""
+
+
 class Job(_Table):
     """Everything that a run is told besides its manifest."""
 
@@ -129,6 +204,7 @@ class Job(_Table):
     engine: Engine = Engine()
     output: Output = Output()
     run: Run = Run()
+    slurm: Slurm = Slurm()
 
 
 def load_job(
@@ -146,6 +222,15 @@ def load_job(
     for override in overrides:
         _lay_over(tables, override)
     return _check(tables, "--set", flags or {})
+
+
+def load_stored(content: Mapping[str, Any], path: Path) -> Job:
+    """The job of a plan's index. Raises UsageError, naming `path`, for one of another version."""
+    try:
+        return Job.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        said = _sentence(error.errors()[0], str(path), {})
+        raise UsageError(f"{said}; the run was planned by another version of batchgen") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

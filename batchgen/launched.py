@@ -20,7 +20,11 @@ from batchgen.ledger import Ledger
 from batchgen.owners import this_process
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Task, work
-from batchgen.stopping import SIGNALS, Stop, StopNow, listening
+from batchgen.stopping import SIGNALS, Stop, StopNow, Stopped, listening
+from batchgen.timeleft import OUT_OF_TIME, TimeLeft
+
+OUT_OF_TIME_CODE = 76
+"""Exit code by which the launcher knows that no shard fitted into the time that is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Order:
     num_others: int
     """As in a Task, its fellows included."""
     may_wait: bool
+    time_left: TimeLeft
 
 
 class Reporter:
@@ -53,26 +58,33 @@ class Reporter:
 def main() -> NoReturn:
     """Work until nothing is left; exits as `batchgen run` would. Signals are blocked when it is called."""
     with listening(Stop()) as stop:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        reporter = Reporter(_own_output())
-        order = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
-        sys.exit(_work(order, stop, reporter))
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            reporter = Reporter(_own_output())
+            order = pickle.load(sys.stdin.buffer)
+            threading.Thread(target=_end_with_launcher, daemon=True).start()
+            code = _work(order, stop, reporter)
+        except (Stopped, StopNow):
+            os._exit(Interrupted.exit_code)
+        sys.exit(code)
 
 
 def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
     run = RunDirectory(order.out)
     ledger = Ledger(run.root, run.files, this_process())
+    task = Task(run, run.index(), order.job, ledger, order.left, order.num_others, order.may_wait, order.time_left)
     try:
-        work(Task(run, run.index(), order.job, ledger, order.left, order.num_others, order.may_wait), stop, reporter)
-    except StopNow:
-        os._exit(Interrupted.exit_code)
-    except BatchgenError as error:
-        reporter.say(str(error))
-        return error.exit_code
-    except Exception:
+        work(task, stop, reporter)
+    except Exception as error:
+        if stop.was_raised:
+            raise Stopped from None
+        if isinstance(error, BatchgenError):
+            reporter.say(str(error))
+            return error.exit_code
         reporter.say(traceback.format_exc())
         return BatchgenError.exit_code
+    if stop.signal_name == OUT_OF_TIME:
+        return OUT_OF_TIME_CODE
     return Interrupted.exit_code if stop.is_asked else 0
 
 

@@ -16,11 +16,12 @@ from batchgen.encoders import num_encoder_threads
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.gpus import VISIBLE, choose_gpus, visible_gpus
 from batchgen.job import Job
-from batchgen.launched import Order
+from batchgen.launched import OUT_OF_TIME_CODE, Order
 from batchgen.models.folder import pinned
 from batchgen.progress import Progress
 from batchgen.runner import Task, Workforce
 from batchgen.stopping import Stop
+from batchgen.timeleft import OUT_OF_TIME
 from batchgen.wording import counted
 
 POLL_S = 0.1
@@ -66,7 +67,12 @@ def worker_seats(number: int) -> tuple[Seat, ...]:
 
 def workforce(seats: tuple[Seat, ...]) -> Workforce:
     """What `run_job` has a task worked off by: a process in each seat."""
-    return lambda task, stop, progress: Crew(seats, task, stop, progress).work()
+
+    def work(task: Task, stop: Stop, progress: Progress) -> int:
+        with stop.working():
+            return Crew(seats, task, stop, progress).work()
+
+    return work
 
 
 class Crew:
@@ -105,6 +111,8 @@ class Crew:
             raise
         finally:
             self._end_at_once()
+        if OUT_OF_TIME_CODE in self._codes.values():
+            self._stop.ask(OUT_OF_TIME)
         return next((code for code in _CODES if code in self._codes.values()), 0)
 
     def _order(self, seat: Seat, num_seats: int) -> Order:
@@ -115,8 +123,8 @@ class Crew:
             "output": job.output.model_copy(update={"encoders": encoders}),
             "engine": job.engine.model_copy(update={"device": seat.device or job.engine.device}),
         }
-        num_others = task.num_others + num_seats - 1
-        return Order(task.run.path.resolve(), job.model_copy(update=tables), task.left, num_others, task.may_wait)
+        num_others, job = task.num_others + num_seats - 1, job.model_copy(update=tables)
+        return Order(task.run.path.resolve(), job, task.left, num_others, task.may_wait, task.time_left)
 
     def _start(self, seat: Seat) -> None:
         environment = {**thread_settings(self._cores), **seat.environment}
@@ -178,9 +186,9 @@ class Crew:
         child.close()
         del self._at_work[seat]
         code = child.process.returncode
-        is_crash = code not in (0, UsageError.exit_code, Interrupted.exit_code)
+        is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
         self._codes[seat] = BatchgenError.exit_code if is_crash else code
-        if code == 0:
+        if code in (0, OUT_OF_TIME_CODE):
             return
         has_committed, num_left = self._settle(child)
         if self._told_s is not None:

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.owners import Owner, gone_because
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 CLOCK_S = 60.0
+FOLDERS = ("plan", "claims", "work", "receipts", "modes", "mended")
+"""Of the bookkeeping."""
 TABLE_SUFFIX = ".rows.parquet"
+GIVEN_BACK_S = 1.0
+"""The change time of a claim whose owner stopped and could not put its receipt."""
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
-_NO_SLOT = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What comes of reading bytes that are no slot's content."""
+MAX_ROWS = 2**20
+"""Of a shard: a receipt that names more cannot be one."""
+_PART_SUFFIXES = ("", ".tar", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +61,8 @@ class Receipt:
     part_sha256: str = ""
     table_sha256: str = ""
     """Of the row table, `.run/work/<shard>-<epoch>.rows.parquet`."""
-    num_cut: int = 0
-    """Rows made without the end of a prompt, which was longer than the model reads."""
+    cut: tuple[int, ...] = ()
+    """Of the rows made: those without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
     is_readable: bool = True
@@ -125,24 +135,6 @@ class Suspicion:
     deaths: int
 
 
-@dataclass(frozen=True, slots=True)
-class Glance:
-    """What the names of all slots said a moment ago, at the price of two listings: enough to choose where to look."""
-
-    claimed: Mapping[int, int]
-    """The last epoch with a claim, by shard."""
-    received: Mapping[int, int]
-    """The last epoch with a receipt, by shard."""
-
-    def is_untouched(self, shard: int) -> bool:
-        """Whether nobody has claimed it."""
-        return shard not in self.claimed and shard not in self.received
-
-    def is_held(self, shard: int) -> bool:
-        """Whether an epoch was claimed and not yet closed."""
-        return self.claimed.get(shard, -1) > self.received.get(shard, -1)
-
-
 class Ledger:
     """The slots under `RUN/.run/`, as one worker (or an onlooker without an owner) sees and fills them."""
 
@@ -163,7 +155,7 @@ class Ledger:
         return self.root / "work" / f"{stem(shard, epoch)}{TABLE_SUFFIX}"
 
     def make_folders(self) -> None:
-        for name in ("plan", "claims", "work", "receipts", "modes"):
+        for name in FOLDERS:
             self.files.make_folder(self.root / name)
         # Receipts are about a plan, whose putter may have died before its name was durable.
         self.files.sync_folder(self.root / "plan")
@@ -182,15 +174,10 @@ class Ledger:
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
 
-    def glance(self) -> Glance:
-        """List the slots."""
-        return Glance(self._last("claims"), self._last("receipts"))
-
-    def _last(self, folder: str) -> dict[int, int]:
-        last: dict[int, int] = {}
-        for shard, epoch in filter(None, map(unstem, self.files.names(self.root / folder))):
-            last[shard] = max(epoch, last.get(shard, -1))
-        return last
+    def claimant(self, shard: int, epoch: int) -> Owner | None:
+        """Whoever has claimed an epoch; None if nobody has, or if the claim cannot be read."""
+        claim = _claim(self.files.read(self.claim_path(shard, epoch)))
+        return claim.owner if claim else None
 
     def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
         return (self.state(shard) for shard in shards)
@@ -207,19 +194,28 @@ class Ledger:
     def claim(self, shard: int, epoch: int) -> bool:
         """Try to become the owner of an epoch that has no claim; False if another was first."""
         path = self.claim_path(shard, epoch)
-        return self._put(path, {"shard": shard, "epoch": epoch, **asdict(self._me)})
+        return self._put(path, {"shard": shard, "epoch": epoch, "owner": asdict(self._me)})
 
     def commit(self, receipt: Receipt) -> bool:
         """Settle the rows of a receipt, whose part and row table are durable; False if the epoch was taken away."""
         return self._put(self.receipt_path(receipt.shard, receipt.epoch), _content(receipt))
 
     def release(self, shard: int, epoch: int) -> bool:
-        """Give an epoch back without a row."""
-        return self.commit(Receipt(RELEASED, shard, epoch, self._me))
+        """Give an epoch back without a row. On a disk that has no room for that, the claim at least is left as one that
+        was given back, before Interrupted is raised."""
+        try:
+            return self.commit(Receipt(RELEASED, shard, epoch, self._me))
+        except Interrupted:
+            with suppress(Interrupted, FileNotFoundError):
+                self.files.touch(self.claim_path(shard, epoch), GIVEN_BACK_S)
+            raise
 
     def abandon(self, shard: int, epoch: int) -> bool:
-        """Close the epoch of an owner that is thought dead; False if it has a receipt by now."""
-        return self.commit(Receipt(ABANDONED, shard, epoch, self._me))
+        """Close the epoch of an owner that is thought dead; False if it has a receipt by now. One that could only leave
+        word that it gives the epoch back has not died of it."""
+        claim = self.files.stat(self.claim_path(shard, epoch))
+        is_given_back = claim is not None and claim.mtime_s == GIVEN_BACK_S
+        return self.commit(Receipt(RELEASED if is_given_back else ABANDONED, shard, epoch, self._me))
 
     def heartbeat(self, shard: int, epoch: int) -> None:
         self.files.touch(self.claim_path(shard, epoch))
@@ -267,49 +263,66 @@ class Ledger:
         return self.owner
 
     def _put(self, path: Path, content: Mapping[str, Any]) -> bool:
-        return self.files.put_if_absent(path, json.dumps({"token": self._me.token, **content}).encode())
+        return self.files.put_if_absent(path, sealed(self._me.token, content))
+
+
+_ROWS = ("ok", "failed", "cut")
+"""Fields of a receipt that hold rows."""
+_RECEIPT = TypeAdapter(Receipt)
+_CLAIM = TypeAdapter(Claim)
 
 
 def _content(receipt: Receipt) -> dict[str, Any]:
-    content = asdict(receipt)
-    content["ok"], content["failed"] = _ranges(receipt.ok), _ranges(receipt.failed)
+    content = asdict(receipt) | {name: ranges(getattr(receipt, name)) for name in _ROWS}
     del content["is_readable"]
     return content
 
 
 def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
     try:
-        fields = json.loads(content)
-        del fields["token"]
-        fields["by"] = Owner(**fields["by"])
-        fields["ok"], fields["failed"] = _indices(fields["ok"]), _indices(fields["failed"])
-        receipt = Receipt(**fields)
-        if (receipt.shard, receipt.epoch) == (shard, epoch) and receipt.kind in (COMMITTED, RELEASED, ABANDONED):
+        fields = unsealed(content)
+        fields |= {name: indices(fields[name]) for name in _ROWS}
+        receipt = _RECEIPT.validate_json(json.dumps(fields), strict=True)
+        if (receipt.shard, receipt.epoch) == (shard, epoch) and _is_sound(receipt):
             return receipt
-    except _NO_SLOT:
+    except NO_SLOT:
         pass
     nobody = Owner("", "", "", "", 0, "")
     return Receipt(ABANDONED, shard, epoch, nobody, is_readable=False)
 
 
+def _is_sound(receipt: Receipt) -> bool:
+    """Whether a receipt can have been put: rows settled once, a part of its own name."""
+    if receipt.kind != COMMITTED:
+        return receipt.kind in (RELEASED, ABANDONED) and not (receipt.ok or receipt.failed or receipt.part)
+    names = {"", *(f"{receipt.stem}{suffix}" for suffix in _PART_SUFFIXES)}
+    is_apart = not set(receipt.ok) & set(receipt.failed) and set(receipt.cut) <= set(receipt.ok)
+    return receipt.is_readable and receipt.part in names and is_apart
+
+
 def _claim(content: bytes | None) -> Claim | None:
     try:
-        fields = json.loads(content or b"")
-        return Claim(shard=fields.pop("shard"), epoch=fields.pop("epoch"), owner=Owner(**fields))
-    except _NO_SLOT:
+        return _CLAIM.validate_json(json.dumps(unsealed(content or b"")), strict=True)
+    except NO_SLOT:
         return None
 
 
-def _ranges(indices: tuple[int, ...]) -> list[list[int]]:
-    """Ascending indices as [first, last] pairs."""
-    pairs: list[list[int]] = []
-    for index in sorted(indices):
-        if pairs and pairs[-1][1] == index - 1:
-            pairs[-1][1] = index
+def ranges(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Indices as ascending (first, last) pairs."""
+    pairs: list[tuple[int, int]] = []
+    for row in sorted(rows):
+        if pairs and pairs[-1][1] == row - 1:
+            pairs[-1] = (pairs[-1][0], row)
         else:
-            pairs.append([index, index])
+            pairs.append((row, row))
     return pairs
 
 
-def _indices(pairs: list[list[int]]) -> tuple[int, ...]:
-    return tuple(index for first, last in pairs for index in range(first, last + 1))
+def indices(pairs: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The indices of `ranges`. Raises ValueError for pairs that are not ascending or leave what a shard can hold."""
+    found: list[int] = []
+    for first, last in pairs:
+        if not (found[-1] if found else -1) < first <= last < MAX_ROWS:
+            raise ValueError(f"rows {first} to {last}")
+        found += range(first, last + 1)
+    return tuple(found)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from batchgen.rundir import RunDirectory
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 SUCCESS = "_SUCCESS"
 
@@ -19,23 +20,34 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]
     if _read(run) == content:
         return
     # Renamed over the old one: a finisher that wakes late must not take a good marker away, if only for a moment.
-    temp = run.root / f"marker.{secrets.token_hex(4)}.tmp"
-    run.files.write(temp, json.dumps(content).encode())
+    token = secrets.token_hex(8)
+    temp = run.root / f"marker.{token}.tmp"
+    run.files.write(temp, sealed(token, content))
     run.files.replace(temp, run.path / SUCCESS)
 
 
 def is_finished(run: RunDirectory) -> bool:
-    """Whether the marker is there, and each file that it names has the size that it names."""
-    files = (_read(run) or {}).get("files")
-    if not isinstance(files, dict):
+    """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it
+    names."""
+    marker = _read(run)
+    if marker is None or marker.get("plan") != run.index().number:
         return False
-    found = {name: run.files.stat(run.path / name) for name in files}
-    return {name: one and one.size for name, one in found.items()} == {name: one[0] for name, one in files.items()}
+    return all(_size(run, name) == size for name, (size, _) in _files(marker).items())
+
+
+def _size(run: RunDirectory, name: str) -> int | None:
+    found = run.files.stat(run.path / name)
+    return found.size if found else None
+
+
+def _files(marker: Mapping[str, Any]) -> Mapping[str, tuple[int, str]]:
+    return {name: (int(size), str(sha256)) for name, (size, sha256) in marker["files"].items()}
 
 
 def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
-    for name, (size, sha256) in ((_read(run) or {}).get("files") or {}).items():
+    marker = _read(run)
+    for name, (size, sha256) in (_files(marker) if marker else {}).items():
         if run.files.stat(run.path / name) is None:
             yield name, "missing"
         elif run.files.digest(run.path / name) != (size, sha256):
@@ -45,7 +57,8 @@ def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
 def _read(run: RunDirectory) -> dict[str, Any] | None:
     """None if there is none that can be read."""
     try:
-        content = json.loads(run.files.read(run.path / SUCCESS) or b"")
-    except (ValueError, RecursionError):
+        content = unsealed(run.files.read(run.path / SUCCESS) or b"")
+        leads_out = any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content))
+        return None if leads_out else content
+    except NO_SLOT:
         return None
-    return content if isinstance(content, dict) else None

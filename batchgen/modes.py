@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
-
 from batchgen.errors import UsageError
 from batchgen.ledger import Ledger
+from batchgen.slots import NO_SLOT, sealed, unsealed
 
 
 def settle(ledger: Ledger, name: str, value: str) -> str:
     """Make a value the run's under a name, or learn the one that is. Raises UsageError if it cannot be read."""
     assert ledger.owner is not None
     path = ledger.root / "modes" / name
-    content = json.dumps({"token": ledger.owner.token, "value": value}).encode()
+    content = sealed(ledger.owner.token, {"value": value})
     if ledger.files.read(path) is None and ledger.files.put_if_absent(path, content):
         return value
     # Its putter may have died before the name was durable, and pixels are made by it from here on.
     ledger.files.sync_folder(path.parent)
     try:
-        settled = json.loads(ledger.files.read(path) or b"")["value"]
+        settled = unsealed(ledger.files.read(path) or b"")["value"]
         if isinstance(settled, str):
             return settled
         reason = f"its value is {settled!r}"
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except NO_SLOT as error:
         reason = repr(error)
     raise UsageError(f"{path} cannot be read ({reason}); remove it if no worker is running")
 

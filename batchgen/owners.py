@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+from batchgen.slurm.environment import this_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,7 @@ class Owner:
 
 def this_process() -> Owner:
     """The running process as an owner, with a fresh token."""
-    environment = os.environ
-    array_job, task = (environment.get(f"SLURM_ARRAY_{name}") for name in ("JOB_ID", "TASK_ID"))
-    job_id = f"{array_job}_{task}" if array_job and task else environment.get("SLURM_JOB_ID", "")
-    restarts = environment.get("SLURM_RESTART_COUNT", "")
+    task = this_task()
     return Owner(
         token=secrets.token_hex(8),
         host=socket.gethostname(),
@@ -39,8 +37,8 @@ def this_process() -> Owner:
         pid_namespace=_link("/proc/self/ns/pid"),
         pid=os.getpid(),
         start_time=start_time(os.getpid()),
-        job_id=job_id,
-        restart_count=int(restarts) if re.fullmatch("[0-9]{1,9}", restarts) else 0,
+        job_id=task.name,
+        restart_count=task.restart_count,
     )
 
 

@@ -120,6 +120,12 @@ class Cut:
         return len(self.shard_start) - 1
 
     @property
+    def shard_s(self) -> npt.NDArray[np.float64]:
+        """Predicted seconds of each shard."""
+        seconds: npt.NDArray[np.float64] = np.diff(np.append(0.0, np.cumsum(self.batch_s))[self.shard_start])
+        return seconds
+
+    @property
     def batch_rows(self) -> Ints:
         return np.diff(self.batch_start)
 

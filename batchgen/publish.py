@@ -21,6 +21,8 @@ def publish(run: RunDirectory, receipt: Receipt) -> None:
     source, target = run.root / "work" / receipt.part, published(run, receipt)
     if run.files.stat(source) is None:
         return
+    if run.files.is_link(target):
+        run.files.remove(target)  # It would hide the part, or lead out of the run directory.
     if Path(receipt.part).suffix:
         run.files.publish_file(source, target)
         run.files.remove(source)

@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from batchgen.balance import Balance
+from batchgen.balance import Balance, WorkerBalance
 from batchgen.drafts import Draft
 from batchgen.job import Job
-from batchgen.plans import PlanIndex
+from batchgen.ledger import stem
+from batchgen.plan_index import PlanIndex
 from batchgen.records import Group
 from batchgen.wording import counted
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
 """Of typical generated pictures at the default quality; an estimate for the disk, not a promise."""
 _MAX_GROUPS = 60
+_MAX_LINES = 40
+"""Of a table of workers or shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +129,45 @@ def plan_facts(drafted: Draft) -> dict[str, Any]:
 
 
 def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> str:
-    """Where a run stands."""
+    """Where a run stands: in all, by worker, and by shard for those that are not settled."""
     lines = [
         balance.line(),
-        f"model {index.model}, {balance.shards_settled} of {balance.shards} shards settled, "
+        f"model {index.model}, {balance.shards_settled} of {len(balance.shards)} shards settled, "
         + ("finalized" if is_finalized else "not finalized"),
         *([balance.cut_note()] if balance.cut else []),
     ]
-    header = ["shard", "rows left", "host", "pid", "job", "heartbeat"]
-    claims = [
-        [one.shard, f"{one.rows:,}", one.host, str(one.pid), one.job_id or "-", f"{one.heartbeat_age_s:.0f} s ago"]
-        for one in balance.holders
+    workers = [
+        [one.host, str(one.pid), one.job_id or "-", *map(_number, (one.done, one.failed, one.held)), _age(one)]
+        for one in sorted(balance.workers, key=lambda one: -one.held)
     ]
-    return "\n".join([*lines, *(["", *_table(header, claims)] if claims else [])])
+    by = {one.shard: f"process {one.pid} on {one.host}, {one.heartbeat_age_s:.0f} s ago" for one in balance.holders}
+    still_open = [
+        [
+            *(f"{one.shard:05d}", str(one.epoch)),
+            *map(_number, (one.rows, one.done, one.failed, one.outstanding)),
+            by.get(stem(one.shard, one.epoch), "-"),
+        ]
+        for one in balance.shards
+        if one.outstanding
+    ]
+    tables = [
+        (["worker's host", "process", "job", "done", "failed", "holds", "heartbeat"], workers),
+        (["shard", "epoch", "rows", "done", "failed", "outstanding", "held by, heard"], still_open),
+    ]
+    for header, entries in tables:
+        if entries:
+            lines += ["", *_table(header, entries[:_MAX_LINES])]
+        if len(entries) > _MAX_LINES:
+            lines.append(f"… {len(entries) - _MAX_LINES:,} more; --json has them all")
+    return "\n".join(lines)
+
+
+def _number(number: int) -> str:
+    return f"{number:,}"
+
+
+def _age(worker: WorkerBalance) -> str:
+    return "-" if worker.heartbeat_age_s is None else f"{worker.heartbeat_age_s:.0f} s ago"
 
 
 def status_facts(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> dict[str, Any]:

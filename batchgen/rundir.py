@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import pyarrow as pa
 
 from batchgen.checks import Rules
 from batchgen.cost import ConservativeModel, Cost, PatternModel, load_profile
 from batchgen.costs import recall
-from batchgen.differences import row_differences
+from batchgen.differences import ROWS_ADDED, row_differences
 from batchgen.drafts import Draft, draft, plan_rows
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, is_utf8, resumable
 from batchgen.job import Job
+from batchgen.known import Known
+from batchgen.ledger import FOLDERS
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import architecture, facts_of, identity
+from batchgen.plan_index import PlanIndex, load_index
+from batchgen.plan_reader import PlanReader
 from batchgen.planner import Limits
-from batchgen.plans import PlanIndex, PlanReader, freeze, load_index
+from batchgen.plans import freeze
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation
@@ -29,6 +36,7 @@ from batchgen.wording import listed
 
 _FREE = (
     "run",
+    "slurm",
     "columns",
     "model.path",
     "model.revision",
@@ -40,6 +48,8 @@ _FREE = (
 )
 """Tables and keys of a job that may change between two starts of one run: pixels do not depend on them, or other
 entries of the fingerprint hold what does."""
+_OF_MANIFEST = ("manifest.files", "manifest.rows", "columns")
+"""Entries of the fingerprint that a manifest has, which may grow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +72,25 @@ class RunDirectory:
     def plans(self) -> Path:
         return self.root / "plan"
 
+    def find_index(self) -> PlanIndex | None:
+        """All plans that lie here, None if there is none."""
+        _check_links(self)
+        return load_index(self.plans, self.files)
+
+    def planned_rows(self, index: PlanIndex) -> Iterator[pa.Table]:
+        """The rows of all plans, each once, a shard at a time."""
+        reader = PlanReader(self.plans, index)
+        for shard in index.shards:
+            table, gone = reader.shard(shard), index.gone(shard)
+            yield table.take(pa.array(sorted(index.rows(shard)), pa.int64())) if gone else table
+
+    @property
+    def has_plan(self) -> bool:
+        return self.find_index() is not None
+
     def index(self) -> PlanIndex:
-        """The plan that lies here. Raises UsageError if there is none."""
-        found = load_index(self.plans, self.files)
+        """All plans that lie here. Raises UsageError if there is none."""
+        found = self.find_index()
         if found is None:
             raise UsageError(f"{self.path} is no run directory (it has no plan, .run/plan/0.json); name one")
         return found
@@ -81,9 +107,13 @@ class Planned:
 
 
 def plan_manifest(
-    names: Sequence[str | Path], job: Job, on_progress: Callable[[int, int], None] = lambda rows, total: None
+    names: Sequence[str | Path],
+    job: Job,
+    on_progress: Callable[[int, int], None] = lambda rows, total: None,
+    known: Callable[[bool], Known] | None = None,
 ) -> Planned:
-    """Check, group and cut a manifest; nothing is written.
+    """Check, group and cut a manifest; nothing is written. `known` gives the images that are planned already, told
+    whether the manifest has ids: only the others are cut.
 
     Raises UsageError for a manifest that cannot be read, or (unless the job skips them) for bad rows, which the
     message names.
@@ -93,7 +123,13 @@ def plan_manifest(
     manifest = open_manifest(names, job.columns)
     _check_names(manifest)
     rejections = Rejections(manifest)
-    surveyed = survey(manifest, Rules(job, facts), rejections.add, lambda rows: on_progress(rows, manifest.num_rows))
+    surveyed = survey(
+        manifest,
+        Rules(job, facts),
+        rejections.add,
+        lambda rows: on_progress(rows, manifest.num_rows),
+        known("id" in manifest.schema.names) if known else None,
+    )
     manifest.check_unchanged()
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
@@ -114,15 +150,16 @@ def open_run(
 
     Raises UsageError for a directory of another job, with the differences field by field, and as `plan_manifest`.
     """
-    _check_place(run)
-    index = load_index(run.plans, run.files)
+    check_place(run)
+    index = run.find_index()
     if index is None:
         index = _freeze(run, names, job, on_planned, on_progress)
     _check_same(run, index, names, job, on_progress)
     return index
 
 
-def _check_place(run: RunDirectory) -> None:
+def check_place(run: RunDirectory) -> None:
+    """Refuse a path that is no folder for a run."""
     with resumable(run.path):
         if not (is_utf8(run.path) and is_utf8(run.path.resolve().name)):
             raise UsageError(f"the run directory's name {str(run.path)!r} is not UTF-8; name another one with -o DIR")
@@ -132,11 +169,23 @@ def _check_place(run: RunDirectory) -> None:
             raise UsageError(f"{run.path} is a folder with something else in it; name a new one with -o DIR")
 
 
-def fingerprint(job: Job, facts: Facts, manifest: Manifest) -> dict[str, str]:
-    """All that changes pixels, but for the rows themselves: model files, and every key of the job that is not free."""
-    fields = {"manifest.files": manifest.content_hash(), "model.family": facts.family}
+def _check_links(run: RunDirectory) -> None:
+    """Refuse bookkeeping that leads out of the run directory."""
+    for folder in (run.data, run.root, *(run.root / name for name in FOLDERS)):
+        if run.files.is_link(folder):
+            raise UsageError(
+                f"{folder} is a symbolic link; a run directory holds its files itself: put a folder in its place"
+            )
+
+
+def fingerprint(job: Job, facts: Facts, manifest: Manifest | None = None) -> dict[str, str]:
+    """All that changes pixels, but for the rows themselves: model files, and every key of the job that is not free.
+    Without a manifest, what does not depend on it."""
+    fields = {"model.family": facts.family}
     fields |= {f"model.file:{name}": value for name, value in identity(job.model).items()}
-    fields["columns"] = json.dumps(dict(sorted(job.columns.items())), ensure_ascii=False)
+    if manifest is not None:
+        columns = json.dumps(dict(sorted(job.columns.items())), ensure_ascii=False)
+        fields |= {"manifest.files": manifest.content_hash(), "columns": columns}
     for table, keys in job.model_dump().items():
         if table not in _FREE:
             fields |= {
@@ -178,32 +227,55 @@ def _check_same(
 ) -> None:
     """Refuse a directory whose fingerprint is another one. A manifest whose files changed is read again: what
     counts is whether it has the same rows."""
-    facts = facts_of(job.model)
     manifest = open_manifest(names, job.columns)
-    ours, theirs = fingerprint(job, facts, manifest), dict(index.fingerprint)
-    rows = theirs.pop("manifest.rows")
-    of_manifest = ("manifest.files", "columns")
-    is_same_manifest = [ours.pop(name) for name in of_manifest] == [theirs.pop(name) for name in of_manifest]
+    ours = fingerprint(job, facts_of(job.model), manifest)
+    here, there = ([one.get(name) for name in ("manifest.files", "columns")] for one in (ours, index.fingerprint))
+    check_differences(run, index, ours, job)
+    if here != there:
+        known = partial(known_rows, run, index)
+        check_differences(run, index, ours, job, plan_manifest(names, job, on_progress, known).draft, may_grow=False)
+
+
+def known_rows(run: RunDirectory, index: PlanIndex, has_ids: bool) -> Known:
+    """The images of a run's plans; `has_ids`: their ids are the manifest's own."""
+    return Known.of(run.planned_rows(index), has_ids=has_ids)
+
+
+def check_differences(
+    run: RunDirectory,
+    index: PlanIndex,
+    ours: Mapping[str, str],
+    job: Job,
+    now: Draft | None = None,
+    *,
+    may_grow: bool = True,
+) -> None:
+    """Refuse a job whose fingerprint (that without a manifest) is another one than the run's, and a draft of a
+    manifest that has not the same rows; where it may grow, more rows are no difference."""
+    theirs = {name: value for name, value in index.fingerprint.items() if name not in _OF_MANIFEST}
+    ours = {name: value for name, value in ours.items() if name not in _OF_MANIFEST}
     if index.model != job.model.path and ours != theirs:
         ours["model.path"], theirs["model.path"] = job.model.path, index.model
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     lines = [f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} now" for name in differing]
-    if not differing and not is_same_manifest:
-        now = plan_manifest(names, job, on_progress).draft
-        if now.survey.num_rejected != index.num_rejected:
+    hint = ""
+    if now is not None and not lines:
+        if now.survey.num_rejected != index.num_rejected and not may_grow:
             lines.append(f"rows rejected: {index.num_rejected} there, {now.survey.num_rejected} now")
-        if now.survey.rows_digest != rows:
-            lines += _row_differences(run, index, now)
+        if may_grow or now.survey.rows_digest != index.fingerprint.get("manifest.rows"):
+            rows = _row_differences(run, index, now)
+            only_added = all(line.startswith(ROWS_ADDED) for line in rows)
+            hint = ", or with --extend to make the added rows too" if only_added and rows and not lines else ""
+            lines += [] if may_grow and only_added else rows
     if lines:
         raise UsageError(
             "\n  ".join([f"{run.path} is the run directory of another job; it differs in", *lines])
-            + "\nGive the same manifest and options to resume it, or another directory with -o DIR"
+            + f"\nGive the same manifest and options to resume it{hint}, or another directory with -o DIR"
         )
 
 
 def _row_differences(run: RunDirectory, index: PlanIndex, now: Draft) -> list[str]:
-    reader = PlanReader(run.plans, index)
-    return row_differences(lambda: map(reader.shard, index.shards), lambda: (rows for rows, _ in plan_rows(now)))
+    return row_differences(lambda: run.planned_rows(index), lambda: (rows for rows, _ in plan_rows(now)))
 
 
 def _check_sampler(job: Job, facts: Facts) -> None:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
 from pathlib import Path
 
+from batchgen.appending import extend
 from batchgen.balance import Balance, take_balance
 from batchgen.costs import remember
 from batchgen.encoders import EncoderPool, num_encoder_threads, num_in_flight
 from batchgen.epoch import Workplace
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.finalize import finalize
 from batchgen.generator import Context, Generator, open_generator
+from batchgen.glance import take_glance
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.making import Maker
 from batchgen.marker import SUCCESS, is_finished
+from batchgen.mending import mend
 from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
-from batchgen.plans import PlanIndex, PlanReader
+from batchgen.plan_index import PlanIndex
+from batchgen.plan_reader import PlanReader
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from batchgen.worker import Worker
 
 
@@ -37,19 +42,24 @@ class Ending:
 
     balance: Balance
     stopped_by: str
-    """The signal's name, "" if none came."""
+    """The signal's name or `OUT_OF_TIME`, "" if nothing did."""
     may_wait: bool
     worst: int = 0
-    """The exit code that some worker process ended with, 0 where none did but for a reason given above."""
+    """The exit code that some worker process was left with, 0 where there is none but for a reason given above."""
 
     @property
     def exit_code(self) -> int:
         """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable · `worst` where rows are
-        left, no signal came and it is known."""
-        if self.balance.outstanding:
-            is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-            return 75 if self.stopped_by else 0 if is_held else self.worst or 75
-        return 3 if self.balance.failed or self.balance.rejected else 0
+        left and nothing stopped the run."""
+        if not self.balance.outstanding or self.stopped_by:
+            return self.balance.exit_code
+        is_held = not self.may_wait and self.balance.held == self.balance.outstanding
+        return 0 if is_held else self.worst or self.balance.exit_code
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the run was told to stop while rows were left that nobody else is making."""
+        return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,7 @@ class Task:
     num_others: int
     """Workers that are known to be at work on them already."""
     may_wait: bool
+    time_left: TimeLeft
 
 
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
@@ -86,21 +97,92 @@ def run_job(
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
     workforce: Workforce | None = None,
+    may_grow: bool = False,
+    time_left: TimeLeft | None = None,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`: in this process, by a model
-    that `opener` loads, or by a `workforce` of others.
+    that `opener` loads, or by a `workforce` of others. With `may_grow`, rows that its plans lack are appended.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
     """
-    stop = stop or Stop()
     run = RunDirectory(out)
-    index = open_run(run, manifest, job, on_planned, on_reading)
+    index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
+    return run_planned(
+        run,
+        index,
+        job,
+        may_wait=may_wait,
+        stop=stop,
+        on_opened=on_opened,
+        progress=progress,
+        opener=opener,
+        workforce=workforce,
+        time_left=time_left,
+    )
+
+
+def run_planned(
+    run: RunDirectory,
+    index: PlanIndex,
+    job: Job,
+    *,
+    may_wait: bool = True,
+    stop: Stop | None = None,
+    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
+    progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
+    opener: Opener = open_generator,
+    workforce: Workforce | None = None,
+    time_left: TimeLeft | None = None,
+) -> Ending:
+    """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
+    Raises as `run_job`."""
+    stop, time_left = stop or Stop(), time_left or TimeLeft()
+    force = workforce or partial(work, opener=opener)
+    with _present(run):
+        while True:
+            balance, worst = _work_off(run, index, job, stop, on_opened, progress, force, time_left, may_wait=may_wait)
+            newer = run.index()
+            if newer.number == index.number:
+                return Ending(balance, stop.signal_name, may_wait, worst)
+            index = newer
+
+
+@contextmanager
+def _present(run: RunDirectory) -> Iterator[None]:
+    """Whatever comes of a run directory that has vanished, as the mount that it lay on has: it stops the run."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Interrupted) or run.files.stat(run.plans / "0.json") is not None:
+            raise
+        raise Interrupted(
+            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount "
+            "it again. Everything committed is kept; run the same command again then"
+        ) from error
+
+
+def _work_off(
+    run: RunDirectory,
+    index: PlanIndex,
+    job: Job,
+    stop: Stop,
+    on_opened: Callable[[PlanIndex, Balance], None],
+    progress: ProgressFactory,
+    workforce: Workforce,
+    time_left: TimeLeft,
+    *,
+    may_wait: bool,
+) -> tuple[Balance, int]:
+    """Work until nothing is left of these plans, and finalize the run if they are still all; the balance, and what the
+    workforce ended with."""
     owner = this_process()
     ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
+    # Before any part of a later plan is published: no row is there twice.
+    mend(run, index, ledger)
     was_marked = _is_marked(run)
-    glance = None if was_marked else ledger.glance()
+    glance = None if was_marked else take_glance(ledger)
     balance = take_balance(index, ledger, job.run.stale_after_s, glance)
     on_opened(index, balance)
     if balance.outstanding and was_marked:
@@ -108,16 +190,17 @@ def run_job(
     worst = 0
     if balance.outstanding and not stop.is_asked:
         num_others = len({(one.host, one.pid) for one in balance.holders})
-        task = Task(run, index, job, ledger, balance.outstanding / index.num_rows, num_others, may_wait)
+        left = balance.outstanding / index.num_rows
+        task = Task(run, index, job, ledger, left, num_others, may_wait, time_left)
         try:
             with progress(balance) as shown:
-                worst = (workforce or partial(work, opener=opener))(task, stop, shown)
+                worst = workforce(task, stop, shown)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
     if not balance.outstanding and not is_finished(run):
-        finalize(run)
-    return Ending(balance, stop.signal_name, may_wait, worst)
+        finalize(run, plan=index.number)
+    return balance, worst
 
 
 def work(task: Task, stop: Stop, progress: Progress, opener: Opener = open_generator) -> int:
@@ -144,10 +227,13 @@ def _work(task: Task, generator: Generator, stop: Stop, progress: Progress) -> N
     threads = num_encoder_threads(job.output)
     buckets = index.work(1.0)
     largest = max(bucket.group.width * bucket.group.height for bucket in buckets)
-    with EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool:
+    with (
+        stop.working(),
+        EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool,
+    ):
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress), task.may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, task.time_left), task.may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions

@@ -23,6 +23,7 @@ from batchgen.identity import (
     Sources,
     derived_seeds,
     joined,
+    merged,
     noise_keys,
     num_repeats,
     number_digests,
@@ -31,6 +32,7 @@ from batchgen.identity import (
     row_digests,
     settle_seeds,
 )
+from batchgen.known import Known, image_keys
 from batchgen.manifest import PARAMETERS, Manifest
 from batchgen.planner import Grouper
 from batchgen.records import Group
@@ -80,6 +82,8 @@ class Survey:
     """Of the rows that break no rule, duplicates of an id among them, whatever their order."""
     num_bytes: int
     """About what all images take in memory with their texts and carried columns."""
+    is_planned: Bools | None = None
+    """Per image: whether an earlier plan has it. None where there is none."""
 
     @property
     def num_rejected(self) -> int:
@@ -170,9 +174,11 @@ def survey(
     rules: Rules,
     on_bad: Callable[[list[BadCell]], None],
     on_progress: Callable[[int], None] = lambda rows: None,
+    known: Known | None = None,
 ) -> Survey:
     """Check and identify every row. Bad cells go to `on_bad` as they are found, in manifest order but for
-    duplicate ids, which come last; what to do about them is the caller's matter."""
+    duplicate ids, which come last; what to do about them is the caller's matter. Images that are known keep their
+    seeds."""
     grouper = Grouper.of(rules.facts, rules.samplers)
     gathered = _Gathered()
     is_good = np.zeros(manifest.num_rows, bool)
@@ -194,7 +200,7 @@ def survey(
         ids = ids if keep is None else ids.take(np.flatnonzero(keep))
     else:
         ids = _numbered(ids)
-    return _settled(manifest, rules, grouper.groups, is_good, ids, gathered, keep)
+    return _settled(manifest, rules, grouper.groups, is_good, ids, gathered, keep, known)
 
 
 def _numbered(ids: Digests) -> Digests:
@@ -257,6 +263,7 @@ def _settled(
     ids: Digests,
     gathered: _Gathered,
     keep: Bools | None,
+    known: Known | None,
 ) -> Survey:
     num_images = gathered.take("num_images", keep)
     if (total := int(num_images.sum(dtype=np.uint64))) >= MAX_IMAGES:
@@ -287,9 +294,33 @@ def _settled(
         run_seed = np.where(has_seed[row], noise[row].astype(np.uint64), np.uint64(rules.job.sampling.seed))
         return Sources(ids.take(row), number, run_seed)
 
+    kept = None if known is None else _keep_seeds(settled, known, keys, is_derived, sources)
     settled.redrawn = settle_seeds(keys, is_derived, sources)
     settled.num_repeated_noise = num_repeats(keys[~is_derived])
+    if kept is not None:
+        settled.redrawn = merged(kept, settled.redrawn)
     return settled
+
+
+def _keep_seeds(
+    settled: Survey,
+    known: Known,
+    keys: U64,
+    is_derived: Bools,
+    sources: Callable[[npt.NDArray[np.intp]], Sources],
+) -> Redrawn:
+    """Mark the images that are planned, and put their seeds beyond drawing, in place; those drawn again before."""
+    found = [np.zeros(0, np.intp)]
+    for images in settled.images(0, len(settled.group), _SLICE):
+        found.append(known.find(image_keys(settled.ids.take(images.row), images.number)))
+    place = np.concatenate(found)
+    settled.is_planned = place >= 0
+    planned = np.flatnonzero(settled.is_planned)
+    here = known.seeds_as_planned(place[planned], keys[planned], is_derived[planned], sources(planned))
+    kept = Redrawn(planned[here.rows], here.seeds)
+    keys[kept.rows] = noise_keys((keys[kept.rows] >> np.uint64(32)).astype(np.uint32), kept.seeds)
+    is_derived[planned] = False
+    return kept
 
 
 def _noise_keys(

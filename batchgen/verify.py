@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -17,15 +19,17 @@ from batchgen.codec import decode
 from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
 from batchgen.ledger import Ledger, Receipt
-from batchgen.marker import damaged
+from batchgen.marker import damaged as damaged_files
+from batchgen.mending import content_of
 from batchgen.parts import part_digest, part_reader
+from batchgen.plan_index import PlanIndex
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.writer import pixel_sha256
 
 _OWN_TABLES = frozenset({"metadata.parquet"})
 """What lies in `data/` beside parts: the image folder's table."""
-_CHECKED = ("status", "id", "image_number", "file_name", "bytes", "sha256", "format", "pixel_sha256")
+_CHECKED = ("index", "id", "image_number", "file_name", "bytes", "sha256", "format", "pixel_sha256")
 """Columns of a row table that images are held against."""
 
 
@@ -40,6 +44,21 @@ class Fault:
     image_number: int
     what: str
     """"missing", "truncated", "altered", "foreign", "unreadable", with the particulars."""
+    is_curable: bool = True
+    """Whether `repair` can do something about it: not about what never was the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What came of one part."""
+
+    receipt: Receipt
+    num_images: int
+    faults: tuple[Fault, ...] = ()
+    rows: frozenset[int] = frozenset()
+    """Those to be made again, by index."""
+    is_altered: bool = False
+    """The part has whole images, but is not what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +67,40 @@ class Verified:
 
     num_images: int
     faults: tuple[Fault, ...]
+    damaged: tuple[Checked, ...]
+    """Parts with faults."""
 
 
 def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda images: None) -> Verified:
     """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
     index = run.index()
     ledger = Ledger(run.root, run.files)
-    faults: list[Fault] = []
+    damaged: list[Checked] = []
     num_images, known = 0, set(_OWN_TABLES)
 
-    def check(receipt: Receipt) -> tuple[list[Fault], int]:
-        known.add(receipt.part)
-        return _check_part(run, ledger, receipt)
+    def check(receipt: Receipt) -> Checked:
+        if index.made(receipt):
+            known.add(receipt.part)
+        return _check_part(run, index, ledger, receipt)
 
-    for fault, images in _spread(check, ledger.committed(index.shards)):
-        faults += fault
-        num_images += images
-        on_progress(images)
-    faults += [Fault(name, "", 0, what) for name, what in damaged(run)]
+    for checked in _spread(check, ledger.committed(index.shards)):
+        num_images += checked.num_images
+        on_progress(checked.num_images)
+        if checked.faults:
+            damaged.append(checked)
+    faults = [fault for one in damaged for fault in one.faults]
+    faults += [Fault(name, "", 0, what) for name, what in damaged_files(run)]
     for name in run.files.names(run.data):
         if name not in known:
-            faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it"))
-    return Verified(num_images, tuple(faults))
+            faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it", is_curable=False))
+    return Verified(num_images, tuple(faults), tuple(damaged))
 
 
-def _spread(
-    check: Callable[[Receipt], tuple[list[Fault], int]], receipts: Iterable[Receipt]
-) -> Iterator[tuple[list[Fault], int]]:
-    """`check` of each receipt, in order, on a thread per usable core with a bounded number under way."""
+def _spread(check: Callable[[Receipt], Checked], receipts: Iterable[Receipt]) -> Iterator[Checked]:
+    """`check` of each receipt, in order, on a thread per core with a bounded number under way."""
     threads = usable_cores()
     with ThreadPoolExecutor(threads) as pool:
-        pending: deque[Future[tuple[list[Fault], int]]] = deque()
+        pending: deque[Future[Checked]] = deque()
         for receipt in receipts:
             pending.append(pool.submit(check, receipt))
             if len(pending) > 2 * threads:
@@ -86,33 +108,54 @@ def _spread(
         yield from (one.result() for one in pending)
 
 
-def _check_part(run: RunDirectory, ledger: Ledger, receipt: Receipt) -> tuple[list[Fault], int]:
-    if not receipt.part:
-        return [], 0
+def _check_part(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> Checked:
+    made = index.made(receipt)
+    rows = made | index.rows(receipt.shard).intersection(receipt.failed)
+    if not rows:
+        return Checked(receipt, 0)
+    path = ledger.table_path(receipt.shard, receipt.epoch)
     try:
         publish(run, receipt)
-        path = ledger.table_path(receipt.shard, receipt.epoch)
-        if hashlib.sha256(path.read_bytes()).hexdigest() != receipt.table_sha256:
-            return [Fault(f".run/work/{path.name}", "", 0, "altered: its sha256 is another one")], 0
-        table = pq.read_table(path, columns=list(_CHECKED))
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != receipt.table_sha256:
+            what = "altered: its sha256 is another one"
+            return Checked(receipt, len(made), (Fault(f".run/work/{path.name}", "", 0, what),), rows)
+        table = pq.read_table(io.BytesIO(content), columns=list(_CHECKED))
+        table = table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
     except (OSError, ValueError) as error:
-        return [Fault(f"data/{receipt.part}", "", 0, f"unreadable: its row table or itself is gone ({error})")], 0
-    rows = {Path(one["file_name"]).name: one for one in table.filter(pc.field("status") == "ok").to_pylist()}
-    faults, seen = [], set[str]()
+        what = f"unreadable: its row table or itself is gone ({error})"
+        place = f"data/{receipt.part}" if receipt.part else f".run/work/{path.name}"
+        return Checked(receipt, len(made), (Fault(place, "", 0, what),), rows)
+    return _check_images(run, index, receipt, table)
+
+
+def _check_images(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table) -> Checked:
+    rows = {Path(one["file_name"]).name: one for one in table.to_pylist()}
+    if not rows:
+        return Checked(receipt, 0)
+    path, faults, bad, seen = published(run, receipt), list[Fault](), set[int](), set[str]()
+    if run.files.is_link(path):
+        fault = Fault(f"data/{receipt.part}", "", 0, "foreign: a symbolic link lies in its place")
+        return Checked(receipt, len(rows), (fault,), index.made(receipt))
     try:
-        for name, data in part_reader(published(run, receipt)):
-            seen.add(name)
+        for name, data in part_reader(path):
             if name not in rows:
-                faults.append(Fault(f"data/{receipt.part}/{name}", "", 0, "foreign: no row of the part has it"))
-            elif what := _image_fault(rows[name], data):
+                what = "foreign: no row of the part has it"
+                faults.append(Fault(f"data/{receipt.part}/{name}", "", 0, what, is_curable=bool(path.suffix)))
+            elif what := _image_fault(rows[name], data) or ("foreign: a second one of its name" * (name in seen)):
                 faults.append(_fault(rows[name], what))
+                bad.add(rows[name]["index"])
+            seen.add(name)
     except BatchgenError as error:
         faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
-    faults += [_fault(row, "missing") for name, row in rows.items() if name not in seen]
-    if not faults and part_digest(published(run, receipt))[1] != receipt.part_sha256:
+    missing = [row for name, row in rows.items() if name not in seen]
+    faults += [_fault(row, "missing") for row in missing]
+    bad |= {row["index"] for row in missing}
+    if not faults and part_digest(path)[1] != content_of(run, index, receipt, table).sha256:
         what = "altered: its images are whole, what lies beside them is not"
         faults.append(Fault(f"data/{receipt.part}", "", 0, what))
-    return faults, len(rows)
+    is_altered = bool(faults and path.suffix)
+    return Checked(receipt, len(rows), tuple(faults), frozenset(bad), is_altered)
 
 
 def _fault(row: dict[str, Any], what: str) -> Fault:

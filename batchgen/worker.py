@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from batchgen.epoch import Epoch, Workplace
+from batchgen.epoch import Epoch, Workplace, clear_work
 from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
+from batchgen.glance import Glance, take_glance
 from batchgen.heart import Heart
-from batchgen.ledger import Glance, ShardState, stem
-from batchgen.plans import batches
+from batchgen.ledger import ShardState, stem
+from batchgen.plan_reader import batches
 from batchgen.records import Batch, Failure
+from batchgen.timeleft import OUT_OF_TIME
 
 POLL_S = 1.0
 MAX_POLL_S = 30.0
@@ -37,6 +39,8 @@ class Worker:
     does not wait for it."""
     _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
+    _is_late: bool = False
+    """Whether this round left a shard to others, because it could not be finished in time."""
     _glance: Glance = field(default_factory=lambda: Glance({}, {}))
     _num_looks: int = 0
     """Shards that others hold and that are looked at nevertheless in this round."""
@@ -50,13 +54,16 @@ class Worker:
             most_looks = LOOKS if self.may_wait else len(open_shards)
             num_looks = 0
             while open_shards and not stop.is_asked:
-                self._glance, self._num_looks = self.place.ledger.glance(), num_looks
+                self._is_late = False
+                self._glance, self._num_looks = take_glance(self.place.ledger), num_looks
                 still_open = [shard for shard in open_shards if not self._take(shard)]
                 has_progressed = self._close_former() or len(still_open) < len(open_shards)
                 # Others come first the next time.
                 open_shards = still_open[num_looks:] + still_open[:num_looks]
                 if has_progressed or not open_shards:
                     num_looks = 0
+                elif self._is_late:
+                    stop.ask(OUT_OF_TIME)
                 elif not num_looks:
                     num_looks = most_looks
                 elif not self.may_wait:
@@ -80,7 +87,8 @@ class Worker:
             heart.stop(waits=isinstance(error, Exception))
             if not is_lost:
                 with suppress(Interrupted):
-                    self.place.ledger.release(shard, number)
+                    if self.place.ledger.release(shard, number):
+                        clear_work(self.place.ledger, shard, number)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -102,11 +110,14 @@ class Worker:
         if self.place.stop.is_asked or self._is_left_to_others(shard):
             return False
         state = self._claimable(shard)
-        num_rows = self.place.reader.index.shard_rows[shard - self.place.reader.index.first_shard]
-        if state is None or len(state.settled) >= num_rows:
+        if state is None or not self.place.reader.index.left(state):
             return state is not None
-        is_settled = self._claim(shard, state.epoch) and self._work_on(state)
-        self._glance = self.place.ledger.glance()
+        predicted_s = self._predicted_s(state)
+        if not self.place.time_left.fits(predicted_s):
+            self._is_late = True
+            return False
+        is_settled = self._claim(shard, state.epoch) and self._timed(state, predicted_s)
+        self._glance = take_glance(self.place.ledger)
         return is_settled
 
     def _is_left_to_others(self, shard: int) -> bool:
@@ -116,19 +127,32 @@ class Worker:
         self._num_looks -= 1
         return self._num_looks < 0
 
+    def _predicted_s(self, state: ShardState) -> float:
+        """What the plan says of the rows that are left, in seconds of its own."""
+        index = self.place.reader.index
+        place = state.shard - index.first_shard
+        return index.shard_s[place] * (1 - len(state.settled) / index.shard_rows[place])
+
+    def _timed(self, state: ShardState, predicted_s: float) -> bool:
+        started = self.place.time_left.clock()
+        is_settled = self._work_on(state)
+        self.place.time_left.learn(predicted_s, self.place.time_left.clock() - started)
+        return is_settled
+
     def _claimable(self, shard: int) -> ShardState | None:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""
         place = self.place
         while True:
             num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
             state = place.ledger.state(shard, num_rows)
-            if not state.is_claimed or len(state.settled) >= num_rows:
+            if not state.is_claimed or not place.reader.index.left(state):
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)
             if reason is None:
                 return None
             place.progress.say(f"shard {stem(shard, state.epoch)} is taken over: {reason}")
-            place.ledger.abandon(shard, state.epoch)
+            if place.ledger.abandon(shard, state.epoch):
+                clear_work(place.ledger, shard, state.epoch)
 
     def _claim(self, shard: int, epoch: int) -> bool:
         """Whether an epoch is ours now, and its heart beats; False if another was first."""
@@ -145,7 +169,8 @@ class Worker:
             suspicion = state.suspicion(place.job.run.max_deaths)
             if suspicion.deaths:
                 self._close_former()  # Whatever kills this shard's owners must not take another one's rows along.
-            left = batches(table, place.reader.index.groups, state.settled)
+            index = place.reader.index
+            left = batches(table, index.groups, state.settled | index.gone(shard))
             pending = list(_one_by_one(left) if suspicion.is_row_by_row else left)
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
             place.maker.prepare(pending)

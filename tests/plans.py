@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from batchgen.job import Job, load_job
 from batchgen.ledger import Ledger
 from batchgen.owners import this_process
-from batchgen.plans import PlanIndex, PlanReader
+from batchgen.plan_index import PlanIndex
+from batchgen.plan_reader import PlanReader
 from batchgen.rundir import Planned, RunDirectory, open_run, plan_manifest
 from batchgen.runner import Ending, run_job
 

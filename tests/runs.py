@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -81,11 +84,20 @@ def run(source: Path | str, out: Path, *args: object, model: object = "pattern")
 class Process:
     """`batchgen ARGS` in a process of its own, its output in files."""
 
-    def __init__(self, *args: object, limit_file_bytes: int | None = None, own_group: bool = False) -> None:
+    def __init__(
+        self,
+        *args: object,
+        limit_file_bytes: int | None = None,
+        own_group: bool = False,
+        puts: Mapping[str, Callable[..., object]] | None = None,
+        ignores: signal.Signals | None = None,
+    ) -> None:
+        """`puts` are functions to put in the place of others, by MODULE:NAME; `ignores` is a signal, as under nohup."""
         self._folder = Path(tempfile.mkdtemp(prefix="process-"))
         words = [str(arg) for arg in args]
         self._process: ForkServerProcess = _processes.Process(
-            target=_main, args=(words, str(self._folder), limit_file_bytes, own_group)
+            target=_main,
+            args=(words, str(self._folder), limit_file_bytes, own_group, dict(os.environ), puts, ignores),
         )
         self._process.start()
 
@@ -117,8 +129,20 @@ class Process:
         return Ended(code, out.read_text() if out.exists() else "", self.errors())
 
 
-def _main(args: list[str], folder: str, limit_file_bytes: int | None, own_group: bool) -> None:
+def _main(
+    args: list[str],
+    folder: str,
+    limit_file_bytes: int | None,
+    own_group: bool,
+    environment: Mapping[str, str],
+    puts: Mapping[str, Callable[..., object]] | None,
+    ignores: signal.Signals | None,
+) -> None:
     import resource
+
+    # The fork server keeps the one that it was started in.
+    os.environ.clear()
+    os.environ.update(environment)
 
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT)
@@ -128,8 +152,19 @@ def _main(args: list[str], folder: str, limit_file_bytes: int | None, own_group:
         os.setpgrp()
     if limit_file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_file_bytes, limit_file_bytes))
+    for place, function in (puts or {}).items():
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, function)
+    if ignores:
+        signal.signal(ignores, signal.SIG_IGN)
     sys.argv = ["batchgen", *args]
     program.main()
+
+
+def sleep(*arguments: object, **options: object) -> None:
+    """For an hour, which it says."""
+    print("asleep", file=sys.stderr, flush=True)
+    time.sleep(3600)
 
 
 def start(source: Path | str, out: Path, *args: object, model: str = "pattern", **options: Any) -> Process:

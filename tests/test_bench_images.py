@@ -220,11 +220,11 @@ def test_a_mixed_bench_by_the_command_line(place: Path, tmp_path: Path, monkeypa
 def test_what_does_not_fit_is_refused(place: Path) -> None:
     with pytest.raises(UsageError, match="'exact' does not fit --sizes single; allowed: none, loop, best, compiled"):
         images.check(images.Settings("tiny", SINGLE, baselines=("exact",)))
-    with pytest.raises(UsageError, match="'fast' is not known; allowed: none, eager, compiled"):
+    with pytest.raises(UsageError, match="'fast' is not known; allowed: none, eager, regional, compiled"):
         images.check(images.Settings("tiny", SINGLE, profiles=("fast",)))
     with pytest.raises(UsageError, match="leave out --no-batchgen"):
         images.check(images.Settings("tiny", SINGLE, profiles=("eager",), runs_batchgen=False))
-    with pytest.raises(UsageError, match="'slow' is not known; allowed: eager, graph, compiled"):
+    with pytest.raises(UsageError, match="'slow' is not known; allowed: eager, graph, regional"):
         modes.check_modes(("slow",))
     captured = modes.Settings("tiny", (), captured_batch=1, folder=place, overrides=("engine.device=cpu",))
     with pytest.raises(UsageError, match="looks at a GPU's memory"):

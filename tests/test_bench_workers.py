@@ -12,6 +12,7 @@ from batchgen.job import load_job
 from batchgen.launcher import worker_seats
 from batchgen.ledger import Ledger
 from batchgen.rundir import RunDirectory
+from batchgen.slots import sealed, unsealed
 from tests import runs
 
 OPTIONS = ["model.path=pattern", "plan.batch_sizes=[2]", "plan.shard_images=4"]
@@ -40,7 +41,9 @@ def test_the_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) 
         for file, at in zip(sorted((run.data / receipt.part).iterdir()), times[receipt.shard], strict=True):
             os.utime(file, (at, at))
         path = run.root / "receipts" / receipt.stem
-        path.write_bytes(path.read_bytes().replace(receipt.by.token.encode(), f"{receipt.shard:016x}".encode()))
+        fields = unsealed(path.read_bytes())
+        by = fields["by"] | {"token": f"{receipt.shard:016x}"}
+        path.write_bytes(sealed(by["token"], fields | {"by": by}))
     measured = measure(out, 30.0)
     assert (measured.workers, measured.images, measured.images_of_each) == (2, 8, [4, 4])
     # From 12, when the second had its first batch, until 17, when it had its last.

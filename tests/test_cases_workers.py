@@ -48,7 +48,7 @@ def test_case_18_ten_rows_by_some_workers(tmp_path: Path, num: int) -> None:
 def test_case_18_a_planner_that_comes_too_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes its plan, another one's is worked off and finalized, and its own folder swept."""
     source, out = runs.prompts(tmp_path / "m.parquet", 10), tmp_path / "out"
-    plan = importlib.import_module("batchgen.plans")
+    plan = importlib.import_module("batchgen.drafts")
     own = plan.plan_rows
     others: list[runs.Ended] = []
 

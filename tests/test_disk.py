@@ -10,11 +10,12 @@ from batchgen import disk
 from batchgen.encoders import EncoderPool
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
-from batchgen.formats import CONTAINERS
 from batchgen.records import Part
 from batchgen.writer import PartWriter
+from tests.mounts import Mount, mounted
 from tests.shards import FORMATS, MODEL, make_image, output_of, seven, shard_of_seven, write_part
 
+__all__ = ["mounted"]
 CODES = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE]
 
 
@@ -48,12 +49,11 @@ def fill(part_writer: PartWriter) -> Part:
     return part_writer.finish()
 
 
-@pytest.mark.parametrize("format_name", ["webdataset", "parquet"])
-def test_a_really_full_disk(tmp_path: Path, format_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "remove", lambda path: None)
-    (tmp_path / f"00000-0{CONTAINERS[format_name].suffix}").symlink_to("/dev/full")
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_really_full_disk(mounted: Mount, format_name: str) -> None:
+    mounted.mount("size=8k")
     with pytest.raises(Interrupted, match="No space left on device"):
-        write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
+        write_part(mounted.path, output_of(format=format_name), seven(), shard_of_seven())
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -78,9 +78,20 @@ def test_everything_is_synced_before_finish_returns(
     assert synced[-1][0] == tmp_path.stat().st_ino
 
 
-def test_write_table_is_durable_or_interrupts(tmp_path: Path) -> None:
-    disk.write_table(tmp_path / "rows.parquet", shard_of_seven())
-    assert pq.read_table(tmp_path / "rows.parquet") == shard_of_seven()
-    (tmp_path / "full.parquet").symlink_to("/dev/full")
+def test_write_table_is_durable_or_leaves_nothing(mounted: Mount) -> None:
+    path = mounted.path / "rows.parquet"
+    mounted.mount("size=4k")
     with pytest.raises(Interrupted, match="the disk is full"):
-        disk.write_table(tmp_path / "full.parquet", shard_of_seven())
+        disk.write_table(path, shard_of_seven())
+    assert list(mounted.path.iterdir()) == []
+    mounted.remount("size=1m")
+    disk.write_table(path, shard_of_seven())
+    assert pq.read_table(path) == shard_of_seven()
+
+
+def test_a_table_never_follows_a_link(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("mine")
+    (tmp_path / "rows.parquet").symlink_to(tmp_path / "outside")
+    disk.write_table(tmp_path / "rows.parquet", shard_of_seven())
+    assert (tmp_path / "outside").read_text() == "mine"
+    assert pq.read_table(tmp_path / "rows.parquet") == shard_of_seven()

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import pty
 import re
+import select
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.generator import DeviceLost
+from batchgen.starts import MOST
 from batchgen.worker import Worker
 from tests import runs
 
@@ -38,6 +48,38 @@ def wait_for_receipts(out: Path, process: runs.Process, num: int) -> None:
         if len(list(out.glob(".run/receipts/*"))) >= num:
             return
         time.sleep(0.01)
+
+
+NOTHING_MADE = "2 rows = 0 done + 0 failed + 0 rejected + 2 outstanding"
+
+
+def lose_device(*arguments: object) -> None:
+    raise DeviceLost("the device's context is gone")
+
+
+def have_bug(*arguments: object) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("code", "prompt", "setting", "puts", "closing_line"),
+    [
+        (0, "a fox", "", {}, "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"),
+        (3, "fault: nan", "", {}, "2 rows = 1 done + 1 failed + 0 rejected + 0 outstanding"),
+        (2, "a fox", "plan.max_batsh=2", {}, ""),
+        (1, "a fox", "", {"batchgen.runner:Worker": have_bug}, NOTHING_MADE),
+        (1, "a fox", "", {"batchgen.worker:Epoch": lose_device}, NOTHING_MADE),
+    ],
+    ids=["made", "failed", "usage", "bug", "device"],
+)  # fmt: skip
+def test_what_a_process_ends_with(
+    tmp_path: Path, code: int, prompt: str, setting: str, puts: dict[str, Any], closing_line: str
+) -> None:
+    rows = [{"id": "a", "prompt": prompt}, {"id": "b", "prompt": "a goose"}]
+    source, words = runs.manifest(tmp_path / "m.parquet", rows), ["--set", setting] if setting else []
+    ended = runs.start(source, tmp_path / "out", *FAULTS, *words, puts=puts).wait()
+    assert (ended.code, ended.closing_line) == (code, closing_line), ended
+    assert ("Traceback" in ended.err) == (puts.get("batchgen.runner:Worker") is not None)
 
 
 def test_complete(tmp_path: Path) -> None:
@@ -116,7 +158,7 @@ def test_full_disk_at_the_fifth_image(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(runs.check_images(out)) == 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
     source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
     process = runs.start(source, out, *SMALL, *FAULTS)
@@ -128,6 +170,21 @@ def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signal
     assert ended.code == 75, ended
     assert 0 < balance(ended)[1] < 12
     assert f"stopped by {number.name}" in ended.err
+    assert runs.run(source, out, *SMALL, *FAULTS).code == 0
+    assert len(runs.check_images(out)) == 12
+
+
+def test_case_29_a_signal_to_the_whole_group_twice_is_one_drain(tmp_path: Path) -> None:
+    source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
+    process = runs.start(source, out, *SMALL, *FAULTS, own_group=True)
+    wait_for_receipts(out, process, 1)
+    os.killpg(process.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGCONT)
+    os.killpg(process.pid, signal.SIGTERM)
+    ended = process.wait()
+    assert ended.code == 75, ended
+    assert 0 < balance(ended)[1] < 12
+    assert ended.err.count("stopped by SIGTERM; the same command goes on") == 1
     assert runs.run(source, out, *SMALL, *FAULTS).code == 0
     assert len(runs.check_images(out)) == 12
 
@@ -146,6 +203,143 @@ def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     ended = process.wait()
     assert (ended.code, balance(ended)) == (75, (3, 0, 0, 0, 3))
     assert "stopped at once by a second signal (the first was SIGTERM)" in ended.err
+
+
+def wait_until_asleep(process: runs.Process) -> None:
+    deadline = time.monotonic() + 60
+    while "asleep" not in process.errors():
+        assert process.is_running, process.errors()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+LOADING = "batchgen.models.pattern:PatternGenerator"
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("batchgen.rundir:survey", ""),
+        (LOADING, "3 rows = 0 done + 0 failed + 0 rejected + 3 outstanding"),
+        ("batchgen.runner:finalize", "3 rows = 3 done + 0 failed + 0 rejected + 0 outstanding"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_obeyed_at_once_where_no_row_is_made(
+    tmp_path: Path, place: str, said: str, number: signal.Signals
+) -> None:
+    """While the manifest is read, a model loads, or the tables are written."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    process = runs.start(source, out, puts={place: runs.sleep})
+    wait_until_asleep(process)
+    process.signal(number)
+    ended = process.wait()
+    assert (ended.code, ended.closing_line) == (75, said), ended
+    assert f"stopped by {number.name}, while no row was being made; the same command goes on" in ended.err
+    assert ("nothing is planned yet" in ended.err) == (not said)
+    assert runs.run(source, out).code == 0
+    assert len(runs.check_images(out)) == 3
+
+
+def sleep_and_turn_the_signal_into_an_error(*arguments: object, **options: object) -> None:
+    """As C code does that asks only whether there was an error."""
+    try:
+        runs.sleep()
+    except BaseException:
+        raise AttributeError("partially initialized module") from None
+
+
+def test_a_signal_that_a_library_makes_an_error_of_is_no_crash(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    process = runs.start(source, out, puts={LOADING: sleep_and_turn_the_signal_into_an_error})
+    wait_until_asleep(process)
+    process.signal(signal.SIGTERM)
+    ended = process.wait()
+    assert (ended.code, balance(ended)) == (75, (3, 0, 0, 0, 3)), ended
+    assert "Traceback" not in ended.err
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    """As under nohup."""
+    source, out = slow(tmp_path / "m.parquet", 6), tmp_path / "out"
+    process = runs.start(source, out, *SMALL, *FAULTS, ignores=signal.SIGHUP)
+    wait_for_receipts(out, process, 1)
+    process.signal(signal.SIGHUP)
+    ended = process.wait()
+    assert (ended.code, balance(ended)) == (0, (6, 6, 0, 0, 0))
+
+
+@pytest.mark.slow
+def test_a_drain_ends_within_thirty_seconds(tmp_path: Path) -> None:
+    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    process = runs.start(source, out, *FAULTS)
+    while not list(out.glob(".run/work/*")):
+        assert process.is_running
+        time.sleep(0.01)
+    process.signal(signal.SIGTERM)
+    assert process.wait(30).code == 75
+
+
+@pytest.mark.parametrize("streams", ["2>&1 | true", ">&- 2>&-", ">/dev/full 2>&1", ">/dev/full 2>&-"])
+def test_streams_that_nobody_reads_change_nothing(tmp_path: Path, streams: str) -> None:
+    """A pipe whose reader has gone, closed streams, a log on a full disk."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 4), tmp_path / "out"
+    command = shlex.join([sys.executable, "-m", "batchgen", "run", str(source), "-o", str(out), "--model", "pattern"])
+    script = f"{{ {command}; echo $? >{tmp_path}/code; }} {streams}"
+    subprocess.run(["bash", "-c", script], check=False, timeout=120, cwd=runs.ROOT)
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert len(runs.check_images(out)) == 4
+
+
+def test_a_terminal_that_closes_costs_nothing(tmp_path: Path) -> None:
+    """Its hangup is a stop signal, and that nothing can be printed any more does not keep the rows from the disk."""
+    source, out = slow(tmp_path / "m.parquet", 200), tmp_path / "out"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = ["run", str(source), "-o", str(out), "--model", "pattern", *SMALL, *FAULTS]
+        os.chdir(runs.ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "batchgen", *words])
+    deadline = time.monotonic() + 120
+    while len(list(out.glob(".run/receipts/*"))) < 2:
+        assert time.monotonic() < deadline
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    status = json.loads(runs.batchgen("status", out, "--json").out)
+    assert 0 < status["done"] < 200
+    assert not list(out.glob(".run/work/*.png"))
+
+
+def test_starts_that_come_to_nothing_are_told_and_not_repeated(tmp_path: Path) -> None:
+    """What a queue starts again and again is killed while its model loads; then it is mended."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    for _ in range(MOST):
+        process = runs.start(source, out, puts={LOADING: runs.sleep})
+        wait_until_asleep(process)
+        process.signal(signal.SIGKILL)
+        assert process.wait().code == -9
+    ended = runs.start(source, out, puts={LOADING: runs.sleep}).wait()
+    assert (ended.code, balance(ended)) == (1, (3, 0, 0, 0, 3))
+    assert f"the last {MOST} starts of this run ended before a row was settled" in ended.err
+    assert "Traceback" not in ended.err
+    assert runs.run(source, out).code == 0
+
+
+def test_starts_that_are_stopped_before_a_commit_come_to_nothing_too(tmp_path: Path) -> None:
+    """A time limit that one batch outlasts: each start gives its shard back."""
+    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    options = (*FAULTS, "--grace", "5.01")
+    for number in range(MOST):
+        process = runs.start(source, out, *options)
+        deadline = time.monotonic() + 60
+        while len(list(out.glob(".run/claims/*-?"))) <= number or not list(out.glob(".run/work/*")):
+            assert process.is_running, process.errors()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.signal(signal.SIGTERM)
+        assert process.wait().code == 75
+    assert runs.run(source, out, *options).code == 1
 
 
 @pytest.mark.parametrize("command", ["verify", "finalize"])

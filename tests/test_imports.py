@@ -12,6 +12,7 @@ import pytest
 
 import batchgen
 from tests import runs
+from tests.slurm.fakes import Fakes
 
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
@@ -25,35 +26,41 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording
-    records
-    job filesystem owners cores gpus
+    errors version wording streams slurm.environment timeleft
+    records slurm.programs
+    job filesystem owners slots slurm.task options cores gpus
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
     models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
+    known plan_index glance
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
     engine.steps engine.decode truncation drafts plans
+    plan_reader
     engine.engine balance differences progress stopping importer
     rundir making
-    marker publish report
+    marker publish report starts
+    mending appending
     epoch finalize verify
-    worker
-    runner bench.workload bench.figures
+    repairing
+    worker saying slurm.script
+    runner slurm.submit bench.workload bench.figures
     launched
     children
     launcher
-    bench.plan bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
+    bench.plan bench.long bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
-    bench.images bench.workers
-    bench.commands prefetch
+    bench.images bench.victims bench.workers
+    bench.siege bench.aftermath
+    bench.soak
+    bench.commands slurm.commands console prefetch
     cli
     """.strip().splitlines()
 ]
 """A module imports from its own layer and those above it in this list, never from one below, nor in a circle."""
-UNLAYERED = {"", "bench", "models", "engine", "sources", "__main__"}
+UNLAYERED = {"", "bench", "models", "engine", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
 LATE = {"generator": {"models.pattern", "engine.engine"}}
@@ -82,12 +89,18 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("command", ["--help", "import", "plan", "status", "verify", "finalize"])
-def test_commands_that_need_no_torch(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize"])
+def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Fakes(tmp_path / "bin", monkeypatch)
     source, csv = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "m.csv"
     csv.write_text("prompt\na fox\n", encoding="utf-8")
     assert runs.run(source, tmp_path / "out").code == 0
-    own = {"--help": [], "plan": [source], "import": [csv, "-o", tmp_path / "imported.parquet"]}
+    own = {
+        "--help": [],
+        "plan": [source],
+        "submit": [source, "-o", tmp_path / "new"],
+        "import": [csv, "-o", tmp_path / "imported.parquet"],
+    }
     target = map(str, own.get(command, [tmp_path / "out"]))
     code = (
         "import atexit, sys\n"

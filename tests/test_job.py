@@ -52,6 +52,29 @@ VALUES: dict[str, Any] = {
     "run.commit_every_s": 60,
     "run.stale_after_s": 0.5,
     "run.max_deaths": 1,
+    "slurm.partition": "gpu",
+    "slurm.account": "project",
+    "slurm.time": "1-12:30",
+    "slurm.gres": "gpu:h200:1",
+    "slurm.constraint": "nvme&h200",
+    "slurm.cpus": 8,
+    "slurm.memory": "64G",
+    "slurm.nodes": 2,
+    "slurm.tasks": 100,
+    "slurm.throttle": 10,
+    "slurm.modules": ["cuda/12.8"],
+    "slurm.setup": ["source venv/bin/activate"],
+    "slurm.container": "apptainer exec --nv image.sif",
+    "slurm.program": "batchgen",
+    "slurm.launcher": "shell",
+    "slurm.warn_s": 60,
+    "slurm.wait": True,
+    "slurm.requeue": True,
+    "slurm.cache": "/scratch/me/cache",
+    "slurm.options": ["--qos=long"],
+    "slurm.finish_partition": "cpu",
+    "slurm.finish_time": "02:00:00",
+    "slurm.finish_options": ["--mem=4G"],
 }  # fmt: skip
 """One value of every key that is not its default."""
 
@@ -100,7 +123,7 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
     [
         ("sampling.stesp=3", "--set: there is no key 'sampling.stesp'; did you mean 'steps'?"),
         ("samplign.steps=3", "--set: there is no key 'samplign'; did you mean 'sampling'?"),
-        ("zzz.steps=3", "known here: model, sampling, columns, plan, engine, output, run"),
+        ("zzz.steps=3", "known here: model, sampling, columns, plan, engine, output, run, slurm"),
         ("run.zzz=3", "known here: grace_s, commit_every_s, stale_after_s, max_deaths"),
         ("model.path.x=3", "there is no key 'model.path.x'"),
         ("steps=3", "--set 'steps=3' is not of the form table.key=value"),
@@ -132,7 +155,7 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
             f"plan.batch_sizes.0 = {2**70} is not usable: Input should be less than or equal",
         ),
         (f"plan.max_batch={2**70}", "Input should be less than or equal to 4096"),
-        (f"plan.shard_images={2**70}", f"Input should be less than {2**31}"),
+        (f"plan.shard_images={2**70}", f"Input should be less than or equal to {2**20}"),
         (f"sampling.guidance_scale={10**400}", "0000... is not usable: Input should be a valid number"),
         ("plan.batch_sizes=" + "[" * 100_000, "[[... is not usable"),
         ("run.stale_after_s=1e300", "Input should be less than or equal to 1000000000"),
@@ -219,6 +242,29 @@ def test_the_example_of_all_keys_has_every_key_with_its_default(tmp_path: Path) 
         is_default = value_at(job, name) == value_at(load_job(), name)
         assert is_default == (key in given[table]), name
         assert is_default or value_at(load_job(), name) is None, name
+
+
+@pytest.mark.parametrize(
+    ("text", "time"),
+    [("30", "30"), ("04:00:00", "04:00:00"), ("1-12", "1-12"), ("90:00", "90:00"), ("1-00:30:00", "1-00:30:00")],
+)
+def test_times_of_slurm_need_no_quotes(text: str, time: str) -> None:
+    assert load_job(None, [f"slurm.time={text}"]).slurm.time == time
+
+
+@pytest.mark.parametrize("text", ["4h", "-1", "4:0", "04:00:00.5", "1.5", "UNLIMITED; true"])
+def test_times_that_slurm_does_not_know(text: str) -> None:
+    with pytest.raises(UsageError, match=r"slurm\.time"):
+        load_job(None, [f"slurm.time={text}"])
+
+
+@pytest.mark.parametrize("key", ["partition", "container", "finish_partition"])
+@pytest.mark.parametrize("value", ["", "  ", "a\nb", "a\u0000b", "a\u2028b"])
+def test_what_a_script_holds_is_one_line(key: str, value: str) -> None:
+    with pytest.raises(UsageError, match="one line of printable characters"):
+        load_job(None, [f"slurm.{key}={json.dumps(value)}"])
+    with pytest.raises(UsageError, match="one line of printable characters"):
+        load_job(None, [f"slurm.setup=[{json.dumps(value)}]"])
 
 
 def test_later_options_win_and_options_win_over_the_file(tmp_path: Path) -> None:

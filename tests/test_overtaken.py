@@ -16,7 +16,7 @@ from batchgen.filesystem import FileSystem
 from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS
-from batchgen.plans import load_index
+from batchgen.plan_index import load_index
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import run_job
@@ -100,7 +100,7 @@ def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     job = pattern_job(*OPTIONS, "model.variant=faults", f"output.format={request.param}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(epoch, "publish", lambda run, receipt: None)
-        patch.setattr(runner, "finalize", lambda run: None)
+        patch.setattr(runner, "finalize", lambda run, plan: None)
         run_job(write(path / "manifest", MANIFEST), path / "run", job)
     return path / "run"
 
@@ -160,7 +160,7 @@ def test_a_partial_finalize_is_overtaken_by_a_commit_that_is_not_published_yet(m
         open_run(run, manifest, job)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(epoch, "publish", lambda run, receipt: None)
-            patch.setattr(runner, "finalize", lambda run: None)
+            patch.setattr(runner, "finalize", lambda run, plan: None)
             files = Overtaken(step, lambda run=run: run_job(manifest, run.path, job))  # type: ignore[misc]
             finalize(RunDirectory(run.path, files), is_partial=True)
         if files.left > 0:

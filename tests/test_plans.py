@@ -20,7 +20,8 @@ from batchgen import manifest, plans, spill
 from batchgen.errors import UsageError
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import PATTERN
-from batchgen.plans import PlanIndex, PlanReader, batches, load_index
+from batchgen.plan_index import PlanIndex, load_index
+from batchgen.plan_reader import PlanReader, batches
 from batchgen.records import Group
 from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import run_job

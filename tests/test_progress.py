@@ -130,7 +130,7 @@ def test_a_second_signal_after_two_seconds_ends_the_run_at_once(times: list[floa
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_real_signals_are_heard_within_the_block_only(number: signal.Signals) -> None:
     before = [signal.getsignal(one) for one in SIGNALS]
-    with listening(Stop()) as stop:
+    with listening(Stop()) as stop, stop.working():
         os.kill(os.getpid(), number)
         assert stop.is_asked
         assert stop.signal_name == number.name

@@ -73,3 +73,22 @@ def test_every_path_that_is_named_exists() -> None:
     named = set(re.findall(r"\b(?:manifests|jobs|batchgen)/[\w./]*\w", README.replace("~/.cache/batchgen", "")))
     assert len(named) >= 3
     assert [path for path in named if not (runs.ROOT / path).exists()] == []
+
+
+def test_reliability_is_what_the_figures_say() -> None:
+    soaked = json.loads((runs.ROOT / "tests/figures/soak.json").read_text())
+    record = json.loads((runs.ROOT / "tests/simulation/searches.json").read_text())
+    by_signal = {name: sum(places.values()) for name, places in soaked["kills_by_signal"].items()}
+    at_steps = sum(places["step"] for places in soaked["kills_by_signal"].values())
+    assert (soaked["rows_lost"], soaked["rows_doubled"], soaked["rows_differing"], soaked["problems"]) == (0, 0, 0, [])
+    faults = sum(sum(one["troubles"].values()) for one in record["searches"])
+    schedules = sum(one["schedules"] for one in record["searches"])
+    for text in (
+        f"| {faults:,} in {schedules:,} schedules | {soaked['kills']:,} kills in {soaked['run_directories']} run dir",
+        f"SIGKILL ({by_signal['SIGKILL']}), SIGTERM ({by_signal['SIGTERM']}), SIGSTOP for longer than others wait "
+        f"({by_signal['SIGSTOP']}); {at_steps} of them at a step",
+        f"| rows lost | 0 | 0 of {soaked['rows']:,} |",
+        f"| | {soaked['most_rows_uncommitted']} rows, within",
+        f"| {len(record['planted'])} | 1 |",
+    ):
+        assert text in README, text

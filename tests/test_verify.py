@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen import verify as verifying
 from batchgen.ledger import Ledger, Receipt
 from batchgen.parts import part_reader
 from batchgen.rundir import RunDirectory
@@ -143,3 +146,28 @@ def test_a_part_that_was_not_yet_published_is_read(run: RunDirectory) -> None:
     (run.data / receipt.part).rename(run.root / "work" / receipt.part)
     found = verify(run)
     assert (found.num_images, found.faults) == (7, ())
+
+
+def test_all_usable_cores_read(runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the process may use, not those that the machine has."""
+    asked: list[int] = []
+    pool = verifying.ThreadPoolExecutor
+
+    def noted(threads: int) -> Any:
+        asked.append(threads)
+        return pool(threads)
+
+    monkeypatch.setattr(verifying, "ThreadPoolExecutor", noted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})
+    assert verify(RunDirectory(runs["files"])).faults == ()
+    assert asked == [3]
+
+
+def test_the_row_table_of_failed_rows_is_read_too(tmp_path: Path) -> None:
+    """Nothing but that table says why they failed."""
+    run, ending = finished(tmp_path, {"id": ["a"], "prompt": ["fault: raise"]}, overrides=["model.variant=faults"])
+    assert ending.balance.failed == 1
+    (table,) = (run.root / "work").glob("*.rows.parquet")
+    table.unlink()
+    (fault,) = verify(run).faults
+    assert fault.place == f".run/work/{table.name}"

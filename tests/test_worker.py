@@ -28,7 +28,7 @@ from batchgen.ledger import ABANDONED, COMMITTED, RELEASED, Ledger, Receipt
 from batchgen.making import Maker
 from batchgen.models.pattern import paint
 from batchgen.owners import end, this_process
-from batchgen.plans import PlanReader, batches
+from batchgen.plan_reader import PlanReader, batches
 from batchgen.records import Batch, Failure, Image, Outcome, Row
 from batchgen.stopping import Stop
 from batchgen.worker import Worker

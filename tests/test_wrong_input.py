@@ -72,7 +72,10 @@ class TestAnotherManifest:
         said = refused("run", runs.manifest(source, rows), "-o", out, "--model", "pattern", *args)
         first, *lines, last = said.splitlines()
         assert first == f"batchgen: {out} is the run directory of another job; it differs in"
-        assert last == "Give the same manifest and options to resume it, or another directory with -o DIR"
+        grown = (
+            ", or with --extend to make the added rows too" if [line[:12] for line in lines] == ["  rows added"] else ""
+        )
+        assert last == f"Give the same manifest and options to resume it{grown}, or another directory with -o DIR"
         assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
         return [line.strip() for line in lines]
 

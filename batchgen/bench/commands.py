@@ -73,7 +73,7 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option(
     "--profile-out", type=click.Path(dir_okay=False, path_type=Path), help="Measured costs, for plan.profile."
 )
-@click.option("--profile", help="Kernels of a step and a decode: none, eager, compiled or both.")
+@click.option("--profile", help="Kernels of a step and a decode: none, or of eager,regional,compiled.")
 @_SET
 @_JSON_FILE
 @_FOLDER
@@ -125,7 +125,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
 @bench.command()
 @_ARCH
 @click.option("--batches", default="1,4,16", show_default=True, help="Batch sizes to time; none: no times.")
-@click.option("--modes", help="Of eager, graph, compiled, compiled+graph; a CPU compiles for minutes [default: all].")
+@click.option("--modes", help="Of eager, graph, regional, compiled, and the last two +graph [default: all].")
 @click.option(
     "--captured", type=click.IntRange(min=1), metavar="BATCH", help="Capture the 40 sizes at this batch size."
 )
@@ -155,6 +155,64 @@ def modes(arch: str, batches: str, modes: str | None, captured: int | None, **op
     bench_modes(settings, _say)
     if settings.json_file:
         _say(str(settings.json_file))
+
+
+@bench.command()
+@click.option("--kills", type=click.IntRange(min=1), default=500, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
+@click.option("--workers", default="1-4", show_default=True, help="On one run directory, fewest and most.")
+@click.option("--rows", type=click.IntRange(min=1), default=240, show_default=True, help="Of each run directory.")
+@click.option("--formats", default="files,parquet,webdataset", show_default=True)
+@_JSON_FILE
+@_FOLDER
+def soak(kills: int, seed: int, workers: str, rows: int, formats: str, **options: Any) -> None:
+    """Kill workers at every step and at random, and hold what they leave against an undisturbed run.
+
+    \b
+    Example: batchgen bench soak --kills 500 --json soak.json
+    """
+    from batchgen.bench.soak import FORMATS, Settings, bench_soak
+    from batchgen.errors import BatchgenError
+
+    bounds = workers.partition("-")
+    fewest, most = bounds[0], bounds[2] or bounds[0]
+    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most) <= 64):
+        raise click.BadParameter(f"{workers!r} is no range like 1-4, of at most 64", param_hint="--workers")
+    names = _names(formats, ())
+    if not names or set(names) - set(FORMATS):
+        raise click.BadParameter(f"{formats!r} is no list of {', '.join(FORMATS)}", param_hint="--formats")
+    settings = Settings(kills, seed, (int(fewest), int(most)), names, rows, folder=options["folder"])
+    report = bench_soak(settings, _say)
+    _save(report, options["json_file"])
+    _say("\n".join(report.lines()))
+    if report.problems:
+        raise BatchgenError(f"{len(report.problems)} problems, named above; the first: {report.problems[0]}")
+
+
+@bench.command(name="long")
+@click.option("--rows", type=click.IntRange(min=1000), default=200_000, show_default=True)
+@click.option("--format", "output_format", type=click.Choice(["files", "webdataset", "parquet"]), default="webdataset")
+@_JSON_FILE
+@_FOLDER
+def long_(rows: int, output_format: str, json_file: Path | None, folder: Path | None) -> None:
+    """Memory and rate of one worker over many rows, and how soon the next one goes on.
+
+    \b
+    Example: batchgen bench long --rows 200000
+    """
+    from batchgen.bench.long import bench_long
+
+    measured = bench_long(rows, output_format, folder)
+    _save(measured, json_file)
+    _say("\n".join(measured.lines()))
+
+
+def _save(report: Any, path: Path | None) -> None:
+    from dataclasses import asdict
+
+    if path:
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        _say(str(path))
 
 
 @bench.command()

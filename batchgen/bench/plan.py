@@ -20,7 +20,8 @@ from batchgen.bench.workload import SIZES
 from batchgen.cores import usable_cores
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
-from batchgen.plans import PlanReader, batches, freeze
+from batchgen.plan_reader import PlanReader, batches
+from batchgen.plans import freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
 from batchgen.wording import counted

@@ -32,7 +32,7 @@ from batchgen import (
     runner,
     worker,
 )
-from batchgen.plans import PlanIndex
+from batchgen.plan_index import PlanIndex
 from tests.simulation import files, system, work
 from tests.simulation.world import World
 

@@ -172,13 +172,16 @@ class SimulatedFiles(FileSystem):
             return None
         return found
 
+    def is_link(self, path: Any) -> bool:
+        return False
+
     @told
-    def touch(self, path: Any) -> None:
+    def touch(self, path: Any, at_s: float | None = None) -> None:
         after = self.world.step("touch", path)
         found = self._seen(path)
         if found is None:
             raise error(errno.ENOENT, path)
-        found.mtime_s = self.world.now_s
+        found.mtime_s = self.world.now_s if at_s is None else at_s
         if after:
             raise after
 

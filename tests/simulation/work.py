@@ -12,7 +12,7 @@ from batchgen.errors import BatchgenError
 from batchgen.filesystem import resumable
 from batchgen.generator import Dropped, Pending
 from batchgen.ledger import Receipt
-from batchgen.plans import BucketWork, PlanFile, PlanIndex
+from batchgen.plan_index import BucketWork, PlanFile, PlanIndex
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Written
 from tests.simulation.files import RUN, create_or_truncate, digest, my_files, remove
 from tests.simulation.world import World
@@ -105,7 +105,9 @@ def batches(shard: list[Row], groups: Any, skip: frozenset[int] = frozenset()) -
             yield Batch(start // size, size, GROUP, rows)
 
 
-def written(drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerprint: Any, bad: Any) -> PlanIndex:
+def written(
+    drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerprint: Any, bad: Any, after: Any
+) -> PlanIndex:
     """As `plans._written`: a folder with files, whose content is the folder's name."""
     files.make_folder(folder)
     files.write(folder / "0000.parquet", folder.name.encode())
@@ -115,7 +117,9 @@ def written(drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerp
 
 def index_of(folder: str, shard_rows: tuple[int, ...], job: Any) -> PlanIndex:
     files = (PlanFile(f"{folder}/0000.parquet", len(folder), "", "", 0, len(shard_rows)),)
-    return PlanIndex(0, folder, files, 0, shard_rows, (GROUP,), (BucketWork(0, 1, 1, 1),), 0, 0, "model", job, {})
+    buckets = (BucketWork(0, 1, 1, 1),)
+    shard_s = (1.0,) * len(shard_rows)
+    return PlanIndex(0, folder, files, 0, shard_rows, shard_s, (GROUP,), buckets, 0, 0, "model", job, {})
 
 
 def plan_manifest(names: Any, job: Any, on_progress: Any) -> Any:
@@ -164,7 +168,9 @@ def read_table(path: Any, columns: Any = None) -> Any:
     return [tuple(line) for line in lines]
 
 
-def sources(run: Any, receipts: Sequence[Receipt], book: Any) -> list[tuple[Receipt, list[tuple[int, str]]]]:
+def sources(
+    run: Any, index: Any, receipts: Sequence[Receipt], book: Any
+) -> list[tuple[Receipt, list[tuple[int, str]]]]:
     """As `finalize._sources`: every row table read, every part looked for."""
     found = []
     for receipt in receipts:

@@ -1,0 +1,121 @@
+"""What the commands that work say, and how they end. Beside `cli`, the only place that prints and exits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.saying import say
+from batchgen.wording import counted
+
+if TYPE_CHECKING:
+    from batchgen.balance import Balance
+    from batchgen.plan_index import PlanIndex
+    from batchgen.progress import Display
+    from batchgen.runner import Ending
+
+
+def work(
+    directory: Path,
+    begin: Callable[[dict[str, Any]], Ending],
+    on_ended: Callable[[Ending], None] = lambda ending: None,
+    num_workers: int = 1,
+) -> NoReturn:
+    """Let workers run, with signals heard and progress shown, and end as the run ends."""
+    from batchgen.cores import limit_threads
+    from batchgen.rundir import RunDirectory
+    from batchgen.starts import Starts
+    from batchgen.stopping import Stop, StopNow, Stopped, listening
+
+    limit_threads()
+    starts = Starts(RunDirectory(directory))
+
+    def opened(index: PlanIndex, balance: Balance) -> None:
+        say(f"run directory {directory}: {balance.line()}")
+        if balance.outstanding:
+            starts.begin(balance)
+
+    with listening(Stop()) as stop:
+        try:
+            with starts.noting():
+                ending = begin({"stop": stop, "on_opened": opened, "progress": partial(_display, num_workers)})
+                starts.end(is_early=ending.exit_code == Interrupted.exit_code)
+        except Stopped:
+            _end_unfinished(directory, stop.signal_name)
+        except StopNow:
+            said = f"stopped at once by a second signal (the first was {stop.signal_name}); the same command goes on"
+            _end_now(directory, said)
+        except UsageError:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
+            raise
+        except Exception as error:
+            if stop.was_raised:
+                _end_unfinished(directory, stop.signal_name)
+            say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
+            say_balance(directory)
+            sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
+    for holder in ending.balance.holders:
+        say(
+            f"{counted(holder.rows, 'row')} of shard {holder.shard} held by process {holder.pid} on {holder.host}, "
+            f"heard {holder.heartbeat_age_s:.0f} s ago"
+        )
+    if ending.balance.cut:
+        say(ending.balance.cut_note())
+    if ending.stopped_by and ending.balance.outstanding:
+        say(f"stopped by {ending.stopped_by}; the same command goes on")
+    click.echo(ending.balance.line())
+    on_ended(ending)
+    sys.exit(ending.exit_code)
+
+
+def end_planned(directory: Path) -> NoReturn:
+    """End where a plan was appended and is not to be worked off yet."""
+    say_balance(directory)
+    sys.exit(0)
+
+
+@contextmanager
+def _display(num_workers: int, balance: Balance) -> Iterator[Display]:
+    from batchgen.progress import Display
+
+    total = balance.done + balance.failed + balance.outstanding
+    with Display(total, balance.done, balance.failed, num_workers=num_workers) as display:
+        yield display
+
+
+def say_balance(directory: Path) -> None:
+    """The closing line where the run itself could not reach it; what cannot be read any more is said."""
+    from batchgen.balance import take_balance
+    from batchgen.ledger import Ledger
+    from batchgen.rundir import RunDirectory
+
+    run = RunDirectory(directory)
+    try:
+        if run.files.stat(run.plans / "0.json") is None:
+            say("nothing is planned yet")
+            return
+        click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
+    except (BatchgenError, OSError) as error:
+        say(f"the run directory cannot be read now ({error}); the balance is not known")
+
+
+def _end_unfinished(directory: Path, signal_name: str) -> NoReturn:
+    _end_now(directory, f"stopped by {signal_name}, while no row was being made; the same command goes on")
+
+
+def _end_now(directory: Path, text: str) -> NoReturn:
+    """Say why, and end without waiting for any thread: what is not committed is dropped."""
+    say(text)
+    say_balance(directory)
+    sys.stdout.flush()
+    os._exit(Interrupted.exit_code)

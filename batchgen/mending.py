@@ -1,0 +1,212 @@
+"""Published parts without the rows that later plans have taken over, so that each reader sees each row once.
+
+Image folders lose files. A tar or Parquet file is written anew from its whole images, named with its size and hash by
+a write-once slot, `.run/mended/<shard>-<epoch>.<plan>`, and put in the old one's place; receipts stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchgen.disk import remove
+from batchgen.errors import BatchgenError
+from batchgen.filesystem import resumable
+from batchgen.formats import CONTAINERS, Member, folder_digest
+from batchgen.ledger import Ledger, Receipt
+from batchgen.parts import part_reader
+from batchgen.plan_index import PlanIndex
+from batchgen.plan_reader import PlanReader, rows_of
+from batchgen.publish import publish, published
+from batchgen.records import Written
+from batchgen.rundir import RunDirectory
+from batchgen.slots import NO_SLOT, sealed, unsealed
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a published part must be."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    file: str
+    """Under `.run/mended/`; "" for a plan that a later one has overtaken."""
+    content: Content
+
+
+def content_of(run: RunDirectory, index: PlanIndex, receipt: Receipt, made: pa.Table) -> Content:
+    """Size and digest of a part as the plans leave it; `made` are its rows that count."""
+    plans = _plans(index, receipt)
+    if not plans:
+        return Content(receipt.part_bytes, receipt.part_sha256)
+    if not Path(receipt.part).suffix:
+        files = [(Path(one["file_name"]).name, one["sha256"]) for one in made.to_pylist()]
+        return Content(pc.sum(made["bytes"]).as_py() or 0, folder_digest(files))
+    slot = _read(run, _slot_path(run, receipt, plans[-1]))
+    return slot.content if slot else Content(0, "")
+
+
+def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
+    """Bring every part that lost rows to later plans into the form that these leave it. Doing it twice is harmless.
+
+    Raises BatchgenError where an image that is to stay cannot be read.
+    """
+    for shard in sorted({one.shard for one in index.replaced}):
+        for receipt in ledger.state(shard).committed:
+            if receipt.part and _plans(index, receipt):
+                publish(run, receipt)
+                _mend(run, index, ledger, receipt)
+
+
+def _plans(index: PlanIndex, receipt: Receipt) -> list[int]:
+    """The plans that took rows from a part, ascending."""
+    return sorted({one.plan for one in index.replaced if one.shard == receipt.shard and one.touches(receipt.ok)})
+
+
+def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> None:
+    path, made = published(run, receipt), index.made(receipt)
+    if not made or run.files.is_link(path):
+        remove(path)
+        return
+    table = part_table(ledger, receipt, made)
+    if not path.suffix:
+        _thin_out(run, path, {Path(name).name for name in table["file_name"].to_pylist()}, ledger, receipt)
+        return
+    *earlier, last = _plans(index, receipt)
+    for plan in earlier:
+        _overtake(run, receipt, plan)
+    slot_path = _slot_path(run, receipt, last)
+    slot = _read(run, slot_path)
+    if slot is None:
+        slot = _put(run, index, receipt, table, slot_path)
+    with suppress(FileNotFoundError):  # It is in its place already.
+        run.files.replace(run.root / "mended" / slot.file, path)
+
+
+def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:
+    """Remove what later plans have from an image folder; what never was the part's is left to `verify`."""
+    whole = pq.read_table(ledger.table_path(receipt.shard, receipt.epoch), columns=["file_name"])
+    own = {Path(name).name for name in whole["file_name"].to_pylist() if name}
+    for name in run.files.names(folder):
+        if name in own - keep:
+            remove(folder / name)
+    if run.files.is_folder(folder):
+        run.files.sync_folder(folder)
+
+
+def _overtake(run: RunDirectory, receipt: Receipt, plan: int) -> None:
+    """Let nobody bring in what an earlier plan left of a part any more."""
+    path = _slot_path(run, receipt, plan)
+    if _read(run, path) is None:
+        run.files.put_if_absent(path, _slot_bytes(secrets.token_hex(8), "", Content(0, "")))
+    slot = _read(run, path)
+    if slot is not None and slot.file:
+        run.files.remove(run.root / "mended" / slot.file)
+
+
+def _put(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table, slot_path: Path) -> _Slot:
+    """Write what is left of a part and put its slot; the slot that is there then."""
+    token = secrets.token_hex(8)
+    file = run.root / "mended" / f"{slot_path.name}.{token}{Path(receipt.part).suffix}"
+    content = rewrite(run, index, receipt, table, file)
+    if not run.files.put_if_absent(slot_path, _slot_bytes(token, file.name, content)):
+        remove(file)
+    slot = _read(run, slot_path)
+    if slot is None:
+        raise BatchgenError(f"{slot_path} cannot be read; remove it if no worker is running")
+    return slot
+
+
+def rewrite(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table, target: Path) -> Content:
+    """Write a tar or Parquet part again, of the images of `table` as they lie in `data/`, durably."""
+    path = published(run, receipt)
+    shard = PlanReader(run.plans, index).shard(receipt.shard)
+    rows = rows_of(shard)
+    wanted = {Path(line["file_name"]).name: line for line in table.to_pylist()}
+    with resumable(target):
+        container = CONTAINERS[index.output_format](target, shard, index.model)
+        try:
+            for name, data in _whole_images(path, wanted):
+                line = wanted[name]
+                written = Written(**{field: line[field] for field in Written.__dataclass_fields__})
+                container.append(Member(rows[line["index"]], name, data, written))
+            content = Content(*container.close())
+        except BaseException:
+            container.abort()
+            remove(target)
+            raise
+        run.files.sync_folder(target.parent)
+    return content
+
+
+def _whole_images(path: Path, wanted: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """The wanted images of a part. Raises BatchgenError, at the end, if one is not as it was committed."""
+    missing = dict.fromkeys(wanted)
+    images = part_reader(path)
+    while True:
+        try:
+            name, data = next(images)
+        except (StopIteration, BatchgenError):
+            break
+        if name in missing and hashlib.sha256(data).hexdigest() == wanted[name]["sha256"]:
+            del missing[name]
+            yield name, data
+    if missing:
+        raise BatchgenError(
+            f"{path}: {next(iter(missing))!r} is damaged or missing, and the part cannot be written anew without it; "
+            "`batchgen verify --repair` has it made again"
+        )
+
+
+def part_table(ledger: Ledger, receipt: Receipt, made: frozenset[int]) -> pa.Table:
+    """Those rows of a part's row table that were made and count, in the part's order."""
+    path = ledger.table_path(receipt.shard, receipt.epoch)
+    try:
+        with resumable(path):
+            table = pq.read_table(path)
+    except (OSError, ValueError) as error:
+        raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
+    return table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
+
+
+def sweep_mended(run: RunDirectory, index: PlanIndex) -> None:
+    """Remove files that no slot will ever bring in, once all parts are mended."""
+    for name in run.files.names(run.root / "mended"):
+        _, *words = name.split(".")
+        if len(words) > 1 and words[0].isdecimal() and int(words[0]) <= index.number:
+            remove(run.root / "mended" / name)
+
+
+def _slot_path(run: RunDirectory, receipt: Receipt, plan: int) -> Path:
+    return run.root / "mended" / f"{receipt.stem}.{plan}"
+
+
+def _slot_bytes(token: str, file: str, content: Content) -> bytes:
+    return sealed(token, {"file": file, "bytes": content.num_bytes, "sha256": content.sha256})
+
+
+def _read(run: RunDirectory, path: Path) -> _Slot | None:
+    content = run.files.read(path)
+    if content is None:
+        return None
+    try:
+        fields = unsealed(content)
+        file, size, sha256 = fields["file"], fields["bytes"], fields["sha256"]
+        if isinstance(file, str) and isinstance(size, int) and isinstance(sha256, str) and Path(file).name == file:
+            return _Slot(file, Content(size, sha256))
+    except NO_SLOT:
+        pass
+    raise BatchgenError(f"{path} cannot be read; remove it if no worker is running")

@@ -1,0 +1,85 @@
+"""The options of the command line that say what a job is, and the words that say the same elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from batchgen.job import Job
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_JOB_OPTIONS = [
+    click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
+    click.option("--model", help='"pattern", a diffusers folder or a hub id [default: "demo"].'),
+    click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(["files", "webdataset", "parquet"]),
+        help="Of the images [default: files].",
+    ),
+    click.option(
+        "--on-bad-row",
+        type=click.Choice(["stop", "skip"]),
+        help="Refuse the manifest, or leave rows out [default: stop].",
+    ),
+    click.option(
+        "--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded [default: strict]."
+    ),
+    click.option(
+        "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
+    ),
+    click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
+]
+_SHORT_FORMS = {
+    "model": "model.path",
+    "output_format": "output.format",
+    "on_bad_row": "plan.on_bad_row",
+    "size_policy": "plan.size_policy",
+    "on_truncate": "plan.on_truncate",
+    "grace": "run.grace_s",
+}
+_FLAGS = {
+    "job_file": "--job",
+    "model": "--model",
+    "output_format": "--format",
+    "on_bad_row": "--on-bad-row",
+    "size_policy": "--size-policy",
+    "on_truncate": "--on-truncate",
+    "overrides": "--set",
+}
+
+
+def with_job_options(command: Command) -> Command:
+    """The options that `run`, `plan` and `submit` share."""
+    for option in reversed(_JOB_OPTIONS):
+        command = option(command)
+    return command
+
+
+def job_of(options: Mapping[str, Any]) -> Job:
+    """The job that the options name. Raises UsageError."""
+    from batchgen.job import load_job
+
+    given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
+    short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
+    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
+    return load_job(options["job_file"], [*short, *options["overrides"]], flags)
+
+
+def words_of(options: Mapping[str, Any]) -> Iterator[str]:
+    """The options as words of a command line that is given in the same folder."""
+    for name, flag in _FLAGS.items():
+        value = options[name]
+        for one in [value] if isinstance(value, str) else value or ():
+            yield from (flag, one)
+
+
+def laid_over(before: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options given earlier, with those that are given now."""
+    given = {name: value for name, value in options.items() if name in _FLAGS and value is not None}
+    return {**before, **given, "overrides": (*before["overrides"], *options["overrides"])}

@@ -1,0 +1,162 @@
+"""A run given to a cluster: planned here, its scripts written into the run directory, and sent."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.balance import take_balance
+from batchgen.errors import UsageError
+from batchgen.filesystem import resumable
+from batchgen.job import Slurm
+from batchgen.ledger import Ledger
+from batchgen.models.hashes import cache_dir
+from batchgen.options import words_of
+from batchgen.rundir import RunDirectory
+from batchgen.slurm import programs
+from batchgen.slurm.script import ARRAY, FINISH, FOLDER, Submission, Window, array_script, check, finish_script
+from batchgen.wording import counted
+
+REQUEST = "request.json"
+USUAL_MAX_ARRAY_SIZE = 1001
+"""Slurm's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `submit` was asked: kept in the run directory, so that `--resume` needs no more than its name."""
+
+    folder: str
+    """Where it was asked."""
+    manifest: tuple[str, ...]
+    options: Mapping[str, Any]
+    """The job options of the command line."""
+
+    def keep(self, out: Path) -> None:
+        with resumable(out):
+            (out / FOLDER).mkdir(parents=True, exist_ok=True)
+            (out / FOLDER / REQUEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def of(cls, out: Path) -> Request:
+        """The latest request for a run directory. Raises UsageError if there is none."""
+        path = out / FOLDER / REQUEST
+        try:
+            fields = json.loads(path.read_bytes())
+            return cls(fields["folder"], tuple(fields["manifest"]), fields["options"])
+        except FileNotFoundError:
+            raise UsageError(
+                f"{out} was never submitted from (it has no {FOLDER / REQUEST}); name its manifest"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} cannot be read ({error!r}); submit by the manifest with -o {out}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The jobs of a submission."""
+
+    arrays: tuple[tuple[Window, str], ...]
+    finish: str
+
+    @property
+    def job_ids(self) -> list[str]:
+        return [job_id for _, job_id in self.arrays]
+
+
+def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
+    """What the scripts say of a request. Raises UsageError for what they cannot say."""
+    program = slurm.program or ("batchgen" if slurm.container else f"{shlex.quote(sys.executable)} -m batchgen")
+    names = [str(Path(request.folder, name)) for name in request.manifest]
+    found = Submission(
+        slurm=slurm,
+        out=out,
+        folder=Path(request.folder),
+        words=(*names, "-o", str(out), *words_of(request.options)),
+        program=program,
+        cache=Path(request.folder, slurm.cache) if slurm.cache else cache_dir().absolute(),
+    )
+    check(found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a run has to do yet."""
+
+    shards: int
+    """That nobody alive works on."""
+    said: tuple[str, ...] = ()
+    """How the run stands; nothing of a run that is not planned."""
+
+
+def left_of(run: RunDirectory, stale_after_s: float) -> Left:
+    """What is left of a run that is planned. Raises UsageError for one that is not."""
+    balance = take_balance(run.index(), Ledger(run.root, run.files))
+    holders = [one for one in balance.holders if one.heartbeat_age_s <= stale_after_s]
+    held = [
+        f"{counted(one.rows, 'row')} of shard {one.shard} held by job {one.job_id or '-'} on {one.host}, heard "
+        f"{one.heartbeat_age_s:.0f} s ago (thought dead after {stale_after_s:.0f} s)"
+        for one in holders
+    ]
+    return Left(len(balance.shards) - balance.shards_settled - len(holders), (*held, balance.line()))
+
+
+def send(given: Submission, arrays: Sequence[Window]) -> Sent:
+    """Write the scripts into the run directory and submit them. Raises programs.SlurmError, which says what was
+    submitted before."""
+    folder = given.out / FOLDER
+    with resumable(folder):
+        (folder / ARRAY).write_text(array_script(given, arrays[0]), encoding="utf-8")
+        (folder / FINISH).write_text(finish_script(given), encoding="utf-8")
+    ids: list[str] = []
+    try:
+        for window in arrays:
+            ids.append(programs.submit(folder / ARRAY, [f"--array={window.indices}"]))
+        finish = programs.submit(folder / FINISH, [f"--dependency=afterany:{':'.join(ids)}"])
+    except programs.SlurmError as error:
+        before = f"; submitted before: {' '.join(ids)} (scancel takes them back)" if ids else ""
+        raise programs.SlurmError(f"{error}{before}") from None
+    return Sent(tuple(zip(arrays, ids, strict=True)), finish)
+
+
+def told(sent: Sent, given: Submission) -> str:
+    """What was sent, and what a person may type next."""
+    out, slurm = given.out, given.slurm
+    place, ids = shlex.quote(str(out)), sent.job_ids
+    lines = [_array_line(window, job_id) for window, job_id in sent.arrays]
+    lines.append(f"submitted job {sent.finish}: checks and finishes the run when they have ended, however they end")
+    again = f"sbatch --array=0 {shlex.quote(str(out / FOLDER / ARRAY))}"
+    to_workers = "" if slurm.launcher == "srun" else "--batch "
+    stop = f"scancel {to_workers}--signal=USR2 {' '.join(ids)}"
+    commands = {
+        f"batchgen status {place}": "where the run stands, from any host",
+        f"squeue -j {','.join([*ids, sent.finish])}": "where its jobs stand",
+        f"tail -F {place}/{FOLDER}/*.log": "what the workers say",
+        stop: "running workers commit what they have and end",
+        f"scancel {' '.join(ids)}": "all tasks do, and none starts any more",
+        again: "send a task again, any index",
+        f"batchgen submit --resume {place}": "send as many tasks as there is work left for",
+    }
+    width = max(len(command) for command in commands if len(command) <= 60)
+    return "\n".join([*lines, "next:", *(f"  {command:{width}}  # {what}" for command, what in commands.items())])
+
+
+def max_array_size(*, may_guess: bool) -> int:
+    """The cluster's; where there is none and nothing is sent, Slurm's default."""
+    try:
+        return programs.max_array_size()
+    except programs.SlurmError:
+        if may_guess:
+            return USUAL_MAX_ARRAY_SIZE
+        raise
+
+
+def _array_line(window: Window, job_id: str) -> str:
+    limit = f", at most {window.throttle} at once" if window.throttle else ""
+    return f"submitted job {job_id}: {counted(window.size, 'task')} from {window.first} on{limit}"

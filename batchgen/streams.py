@@ -1,0 +1,38 @@
+"""Standard output and error that nobody may be reading: a run must not end because its terminal, its pipe or the disk
+that its log lies on has."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor whose errors of writing are nobody's concern: what it is told is for people."""
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def outlast() -> None:
+    """Have the process go on, and end with the same code, when it cannot write to its standard streams any more."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+
+
+def _lasting(stream: TextIO | None) -> TextIO:
+    if stream is None:  # Closed when the process began.
+        return open(os.devnull, "w", encoding="utf-8")
+    try:
+        number = stream.fileno()
+    except OSError:
+        return stream  # One in memory.
+    raw = io.BufferedWriter(_Lasting(number, "w", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)

@@ -1,0 +1,198 @@
+"""Case 22 with real file systems that are full, read-only or lost: the run stops as resumable and goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import codec
+from batchgen.disk import HashedFile
+from batchgen.filesystem import FileSystem, resumable
+from batchgen.models.pattern import PatternGenerator
+from batchgen.records import Batch
+from tests import runs
+from tests.mounts import Mount, mounted
+
+__all__ = ["mounted"]
+SMALL = ("--set", "plan.batch_sizes=[2]", "--set", "plan.shard_images=4", "--set", "output.encoders=2")
+DONE = "8 rows = 8 done + 0 failed + 0 rejected + 0 outstanding"
+BALANCE = re.compile(r"8 rows = (\d) done \+ 0 failed \+ 0 rejected \+ (\d) outstanding$")
+
+
+def stopped(ended: runs.Ended, said: str) -> None:
+    """Exit code 75, one sentence that says what is wrong and what to do, no traceback, no row failed."""
+    assert ended.code == 75, ended
+    sentences = [line for line in ended.err.splitlines() if line.startswith("batchgen: ")]
+    assert len(sentences) == 1, ended.err
+    assert re.search(said, sentences[0]), sentences
+    assert "run the same command again" in sentences[0]
+    assert "Traceback" not in ended.err
+    if ended.out:
+        balance = BALANCE.match(ended.closing_line)
+        assert balance, ended
+        assert int(balance[1]) + int(balance[2]) == 8
+
+
+def whole(out: Path) -> dict[str, bytes]:
+    """The images under a final name, each of which can be decoded."""
+    found = runs.images(out) if (out / "data").is_dir() else {}
+    for data in found.values():
+        codec.decode(data)
+    return found
+
+
+def grown_until_done(mount: Mount, source: Path, options: list[str], said: str, output: str) -> int:
+    """The same command with a little more room each time; how often it was stopped."""
+    out, before = mount.path / "out", dict[str, bytes]()
+    for number, option in enumerate(options):
+        (mount.remount if number else mount.mount)(option)
+        ended = runs.run(source, out, *SMALL, "--format", output)
+        if ended.code == 0:
+            assert ended.closing_line == DONE
+            assert before.items() <= runs.images(out).items()
+            assert len(runs.check_images(out)) == 8
+            assert runs.batchgen("verify", out).code == 0
+            return number
+        stopped(ended, said)
+        after = whole(out)
+        assert before.items() <= after.items()
+        before = after
+
+    raise AssertionError("it was never done")
+
+
+@pytest.mark.parametrize("output", runs.FORMATS)
+def test_a_full_disk_that_grows(tmp_path: Path, mounted: Mount, output: str) -> None:
+    """From a disk that does not hold the plan to one that holds all, a few pages at a time."""
+    source = runs.prompts(tmp_path / "m.parquet", 8, width=192, height=192)
+    sizes = [f"size={kilobytes}k" for kilobytes in range(8, 900, 24)]
+    assert grown_until_done(mounted, source, sizes, "the disk is full", output) > 6
+
+
+@pytest.mark.parametrize("output", runs.FORMATS)
+def test_a_disk_without_inodes(tmp_path: Path, mounted: Mount, output: str) -> None:
+    source = runs.prompts(tmp_path / "m.parquet", 8)
+    counts = [f"size=16m,nr_inodes={number}" for number in range(4, 400, 9)]
+    assert grown_until_done(mounted, source, counts, "the disk is full", output) > 1
+
+
+def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]) -> None:
+    """Something happens when the n-th batch is asked for."""
+    submit, asked = PatternGenerator.submit, list[Batch]()
+
+    def noted(self: PatternGenerator, batch: Batch, should_drop: Any) -> Any:
+        asked.append(batch)
+        if len(asked) == number:
+            happens()
+        return submit(self, batch, should_drop)
+
+    monkeypatch.setattr(PatternGenerator, "submit", noted)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_disk_that_becomes_read_only(
+    tmp_path: Path, mounted: Mount, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    mounted.mount("size=16m")
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), mounted.path / "out"
+
+    def freeze() -> None:
+        for _ in range(1000):  # Encoders may be just writing.
+            with suppress(OSError):
+                return mounted.remount("ro")
+        return mounted.remount("ro")
+
+    with monkeypatch.context() as patch:
+        at_batch(patch, batch, freeze)
+        ended = runs.run(source, out, *SMALL)
+    stopped(ended, r"the file system is read-only")
+    before = whole(out)
+    stopped(runs.run(source, out, *SMALL), r"the file system is read-only")
+    mounted.remount("rw")
+    assert runs.run(source, out, *SMALL).closing_line == DONE
+    assert before.items() <= runs.images(out).items()
+    assert len(runs.check_images(out)) == 8
+
+
+@pytest.mark.parametrize("output", runs.FORMATS)
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_a_mount_that_vanishes(
+    tmp_path: Path, mounted: Mount, monkeypatch: pytest.MonkeyPatch, output: str, batch: int
+) -> None:
+    """What lies under the mount point is not taken for the run directory, and nothing is written there."""
+    mounted.mount("size=16m")
+    elsewhere = Mount(tmp_path / "elsewhere")
+    mounted.bind(elsewhere)
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), mounted.path / "out"
+    try:
+        with monkeypatch.context() as patch:
+            at_batch(patch, batch, mounted.vanish)
+            ended = runs.run(source, out, *SMALL, "--format", output)
+        stopped(ended, "the run directory is not there any more")
+        assert ended.out == ""
+        assert "the balance is not known" in ended.err
+        assert os.listdir(mounted.path) == []
+        elsewhere.bind(mounted)
+        before = whole(out)
+        assert runs.run(source, out, *SMALL, "--format", output).closing_line == DONE
+        assert before.items() <= runs.images(out).items()
+        assert len(runs.check_images(out)) == 8
+    finally:
+        elsewhere.end()
+
+
+CALLS = ["write", "link", "rename", "sync_folder", "sync_file"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", [errno.EDQUOT], ids=lambda code: errno.errorcode[code])
+def test_a_disk_that_refuses_from_some_call_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Through the seam, where no disk can be had that does it: after the n-th call of a kind all of that kind fail."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    original, num_stops = getattr(FileSystem, call), 0
+    for allowed in range(1, 200, 7):
+        left = [allowed]
+
+        def refuses(self: FileSystem, *arguments: Any, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                error = OSError(code, os.strerror(code), str(arguments[-1]))
+                if call in ("link", "rename"):
+                    raise error
+                with resumable(out):
+                    raise error
+            return original(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSystem, call, refuses)
+            ended = runs.run(source, out, *SMALL)
+        if ended.code == 0:
+            break
+        stopped(ended, re.escape(os.strerror(code)))
+        whole(out)
+        num_stops += 1
+    assert num_stops > 0
+    assert ended.closing_line == DONE
+    assert len(runs.check_images(out)) == 8
+
+
+def test_a_quota_that_is_used_up_within_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+
+    def refuses(self: HashedFile, data: Any) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    for output in ("webdataset", "parquet"):
+        with monkeypatch.context() as patch:
+            patch.setattr(HashedFile, "write", refuses)
+            stopped(runs.run(source, out / output, *SMALL, "--format", output), "the quota is used up")
+        assert runs.run(source, out / output, *SMALL, "--format", output).closing_line == DONE
