@@ -14,6 +14,7 @@ from batchgen.console import end_planned, work
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.options import job_of, with_job_options
+from batchgen.prefetch import prefetch
 from batchgen.saying import say, say_notes, say_planned
 from batchgen.slurm.commands import submit
 from batchgen.streams import outlast
@@ -40,14 +41,24 @@ def cli() -> None:
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 @click.option("--extend", is_flag=True, help="Append the rows that MANIFEST has more than the run.")
 @click.option("--requeue", is_flag=True, help="In a job of Slurm: queue it again if its time does not suffice.")
+@click.option("--gpus", metavar="all|N|0,2", help="A worker process on each of these GPUs [default: one, in here].")
+@click.option("--workers", type=click.IntRange(min=1), help="So many worker processes on the job's device.")
 def run(
-    manifest: tuple[str, ...], out: Path | None, no_wait: bool, extend: bool, requeue: bool, **options: Any
+    manifest: tuple[str, ...],
+    out: Path | None,
+    no_wait: bool,
+    extend: bool,
+    requeue: bool,
+    gpus: str | None,
+    workers: int | None,
+    **options: Any,
 ) -> NoReturn:
     """Make all rows of MANIFEST; the same command resumes.
 
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
+    from batchgen.launcher import seats_of, workforce
     from batchgen.progress import reading_bar
     from batchgen.runner import default_directory, run_job
     from batchgen.slurm import task as slurm
@@ -57,6 +68,7 @@ def run(
     if requeue:
         slurm.check_requeue(task)
     directory = out or default_directory(manifest)
+    seats = seats_of(gpus, workers, job)
 
     def end(ending: Ending) -> None:
         if requeue and ending.is_cut_short:
@@ -73,9 +85,11 @@ def run(
             on_planned=lambda planned: say_planned(planned, job),
             on_reading=reading_bar(),
             time_left=slurm.time_left(task, job.slurm.warn_s, say),
+            workforce=workforce(seats) if seats else None,
             **seen,
         ),
         end,
+        num_workers=len(seats) or 1,
     )
 
 
@@ -212,6 +226,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(prefetch)
 cli.add_command(submit)
 
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,12 +28,15 @@ def work(
     directory: Path,
     begin: Callable[[dict[str, Any]], Ending],
     on_ended: Callable[[Ending], None] = lambda ending: None,
+    num_workers: int = 1,
 ) -> NoReturn:
     """Let workers run, with signals heard and progress shown, and end as the run ends."""
+    from batchgen.cores import limit_threads
     from batchgen.rundir import RunDirectory
     from batchgen.starts import Starts
     from batchgen.stopping import Stop, StopNow, Stopped, listening
 
+    limit_threads()
     starts = Starts(RunDirectory(directory))
 
     def open_balance(index: PlanIndex, balance: Balance) -> None:
@@ -43,7 +47,7 @@ def work(
     with listening(Stop()) as stop:
         try:
             with starts.noting():
-                ending = begin({"stop": stop, "on_opened": open_balance, "progress": _display})
+                ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
                 starts.end(is_early=ending.exit_code == Interrupted.exit_code)
         except Stopped:
             end_idle(directory, stop.signal_name, on_ended)
@@ -78,11 +82,11 @@ def end_planned(directory: Path) -> NoReturn:
 
 
 @contextmanager
-def _display(balance: Balance) -> Iterator[Display]:
+def _display(num_workers: int, balance: Balance) -> Iterator[Display]:
     from batchgen.progress import Display
 
     total = balance.done + balance.failed + balance.outstanding
-    with Display(total, balance.done, balance.failed) as display:
+    with Display(total, balance.done, balance.failed, num_workers=num_workers) as display:
         yield display
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
+from batchgen.cores import usable_cores
 from batchgen.job import Output
 
 _IN_FLIGHT_PER_THREAD = 2
@@ -16,9 +16,9 @@ _IN_FLIGHT_BYTES = 2**29
 _MAX_THREADS = 8
 
 
-def num_encoder_threads(output: Output) -> int:
-    """As the job says, else one per core this process may use, at most 8."""
-    return output.encoders or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+def num_encoder_threads(output: Output, cores: int | None = None) -> int:
+    """As the job says, else one per core (of those that this process may use), at most 8."""
+    return output.encoders or min(_MAX_THREADS, cores or usable_cores())
 
 
 def num_in_flight(num_threads: int, batch_size: int, num_pixels: int) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def stem(shard: int, epoch: int) -> str:
     return f"{shard:05d}-{epoch}"
 
 
+@lru_cache(2**17)  # A worker lists the same names again and again.
 def unstem(name: str) -> tuple[int, int] | None:
     """Shard and epoch of a slot's name, None for any other name."""
     shard, dash, epoch = name.partition("-")
@@ -158,11 +160,17 @@ class Ledger:
         # Receipts are about a plan, whose putter may have died before its name was durable.
         self.files.sync_folder(self.root / "plan")
 
-    def state(self, shard: int) -> ShardState:
-        """Read a shard's slots, in epoch order, until one has no receipt."""
+    def state(self, shard: int, num_rows: int | None = None) -> ShardState:
+        """Read a shard's slots, in epoch order, until one has no receipt, or all its rows (if it is said how many there
+        are) are settled: nobody asks what comes after that."""
         receipts: list[Receipt] = []
+        num_left = num_rows
         while (receipt := self.receipt(shard, len(receipts))) is not None:
             receipts.append(receipt)
+            if num_left is not None and receipt.kind == COMMITTED:
+                num_left -= len(receipt.ok) + len(receipt.failed)
+                if num_left <= 0:
+                    return ShardState(shard, tuple(receipts), None, False)
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
 

@@ -36,10 +36,11 @@ class Quiet:
 class Display:
     """A bar or lines on standard error: images made, images/s, time left, failed."""
 
-    def __init__(self, total: int, done: int, failed: int, stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, done: int, failed: int, stream: TextIO | None = None, num_workers: int = 1) -> None:
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
         self._failed = failed
+        self._who = "this worker knows" if num_workers == 1 else f"these {num_workers} workers know"
         self._started_s, self._started_at = time.monotonic(), done + failed
         self._bar = tqdm(
             total=total,
@@ -78,7 +79,7 @@ class Display:
         elapsed_s = time.monotonic() - self._started_s
         rate = (self._settled - self._started_at) / elapsed_s if elapsed_s > 0 else 0.0
         left = tqdm.format_interval((self._total - self._settled) / rate) if rate else "unknown"
-        known = f"{self._settled}/{self._total} images, as far as this worker knows"
+        known = f"{self._settled}/{self._total} images, as far as {self._who}"
         return f"{known}; {rate:.2f} images/s here, time left {left} without others, failed {self._failed}"
 
     def _write_lines(self) -> None:

@@ -18,6 +18,7 @@ from batchgen.epoch import Workplace
 from batchgen.errors import Interrupted, UsageError
 from batchgen.finalize import finalize
 from batchgen.generator import Context, Generator, open_generator
+from batchgen.glance import take_glance
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.making import Maker
@@ -43,12 +44,17 @@ class Ending:
     stopped_by: str
     """The signal's name or `OUT_OF_TIME`, "" if nothing did."""
     may_wait: bool
+    worst: int = 0
+    """The exit code that some worker process was left with, 0 where there is none but for a reason given above."""
 
     @property
     def exit_code(self) -> int:
-        """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable."""
+        """0 all made · 3 all settled, some failed or rejected · 75 stopped early and resumable · `worst` where rows are
+        left and nothing stopped the run."""
+        if not self.balance.outstanding or self.stopped_by:
+            return self.balance.exit_code
         is_held = not self.may_wait and self.balance.held == self.balance.outstanding
-        return 0 if self.balance.outstanding and is_held and not self.stopped_by else self.balance.exit_code
+        return 0 if is_held else self.worst or self.balance.exit_code
 
     @property
     def is_cut_short(self) -> bool:
@@ -56,8 +62,26 @@ class Ending:
         return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be worked off."""
+
+    run: RunDirectory
+    index: PlanIndex
+    job: Job
+    ledger: Ledger
+    left: float
+    """The share of the plan's rows that are outstanding."""
+    num_others: int
+    """Workers that are known to be at work on them already."""
+    may_wait: bool
+    time_left: TimeLeft
+
+
 ProgressFactory = Callable[[Balance], AbstractContextManager[Progress]]
 Opener = Callable[[Job, Context], Generator]
+Workforce = Callable[[Task, Stop, Progress], int]
+"""What works a task off; the exit code where rows are left that nothing else explains, 0 for none."""
 
 
 def run_job(
@@ -72,11 +96,12 @@ def run_job(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    workforce: Workforce | None = None,
     may_grow: bool = False,
     time_left: TimeLeft | None = None,
 ) -> Ending:
-    """Make every row of a manifest that has not been made yet, in the run directory `out`. With `may_grow`, rows that
-    its plans lack are appended.
+    """Make every row of a manifest that has not been made yet, in the run directory `out`: in this process, by a model
+    that `opener` loads, or by a `workforce` of others. With `may_grow`, rows that its plans lack are appended.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
@@ -92,6 +117,7 @@ def run_job(
         on_opened=on_opened,
         progress=progress,
         opener=opener,
+        workforce=workforce,
         time_left=time_left,
     )
 
@@ -106,17 +132,19 @@ def run_planned(
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
     progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
     opener: Opener = open_generator,
+    workforce: Workforce | None = None,
     time_left: TimeLeft | None = None,
 ) -> Ending:
     """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
     Raises as `run_job`."""
     stop, time_left = stop or Stop(), time_left or TimeLeft()
+    force = workforce or partial(work, opener=opener)
     with _present(run):
         while True:
-            balance = _work_off(run, index, job, stop, on_opened, progress, opener, time_left, may_wait=may_wait)
+            balance, worst = _work_off(run, index, job, stop, on_opened, progress, force, time_left, may_wait=may_wait)
             newer = run.index()
             if newer.number == index.number:
-                return Ending(balance, stop.signal_name, may_wait)
+                return Ending(balance, stop.signal_name, may_wait, worst)
             index = newer
 
 
@@ -141,36 +169,46 @@ def _work_off(
     stop: Stop,
     on_opened: Callable[[PlanIndex, Balance], None],
     progress: ProgressFactory,
-    opener: Opener,
+    workforce: Workforce,
     time_left: TimeLeft,
     *,
     may_wait: bool,
-) -> Balance:
-    """Work until nothing is left of these plans, and finalize the run if they are still all."""
+) -> tuple[Balance, int]:
+    """Work until nothing is left of these plans, and finalize the run if they are still all; the balance, and what the
+    workforce ended with."""
     owner = this_process()
     ledger = Ledger(run.root, run.files, owner)
     ledger.make_folders()
     # Before any part of a later plan is published: no row is there twice.
     mend(run, index, ledger)
     was_marked = _is_marked(run)
-    balance = take_balance(index, ledger, job.run.stale_after_s)
+    glance = None if was_marked else take_glance(ledger)
+    balance = take_balance(index, ledger, job.run.stale_after_s, glance)
     on_opened(index, balance)
     if balance.outstanding and was_marked:
         run.files.remove(run.path / SUCCESS)
+    worst = 0
     if balance.outstanding and not stop.is_asked:
+        num_others = len({(one.host, one.pid) for one in balance.holders})
+        left = balance.outstanding / index.num_rows
+        task = Task(run, index, job, ledger, left, num_others, may_wait, time_left)
         try:
             with progress(balance) as shown:
-                workers = 1 + len({(one.host, one.pid) for one in balance.holders})
-                share = balance.outstanding / index.num_rows / workers
-                settled = partial(settle, ledger)
-                generator = opener(job, Context(shown.say, settled, index.work(share)))
-                _work(run, index, job, ledger, generator, stop, shown, time_left, may_wait=may_wait)
+                worst = workforce(task, stop, shown)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
     if not balance.outstanding and not is_finished(run):
         finalize(run, plan=index.number)
-    return balance
+    return balance, worst
+
+
+def work(task: Task, stop: Stop, progress: Progress, opener: Opener = open_generator) -> int:
+    """Work a task off in this process, by the ledger's owner. Raises what ends a worker."""
+    ledger, share = task.ledger, task.left / (1 + task.num_others)
+    context = Context(progress.say, partial(settle, ledger), task.index.work(share))
+    _work(task, opener(task.job, context), stop, progress)
+    return 0
 
 
 def _is_marked(run: RunDirectory) -> bool:
@@ -183,18 +221,8 @@ def _is_marked(run: RunDirectory) -> bool:
     return is_marked
 
 
-def _work(
-    run: RunDirectory,
-    index: PlanIndex,
-    job: Job,
-    ledger: Ledger,
-    generator: Generator,
-    stop: Stop,
-    progress: Progress,
-    time_left: TimeLeft,
-    *,
-    may_wait: bool,
-) -> None:
+def _work(task: Task, generator: Generator, stop: Stop, progress: Progress) -> None:
+    run, index, job, ledger = task.run, task.index, task.job, task.ledger
     settle_dtype(ledger, generator.versions.get("dtype"))
     threads = num_encoder_threads(job.output)
     buckets = index.work(1.0)
@@ -205,7 +233,7 @@ def _work(
     ):
         reader = PlanReader(run.plans, index)
         maker = Maker(generator, stop, job.run.grace_s, progress.say)
-        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, time_left), may_wait).work()
+        Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, task.time_left), task.may_wait).work()
     measured = generator.measurements()
     if measured:
         versions = generator.versions

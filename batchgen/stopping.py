@@ -37,6 +37,8 @@ class Stop:
     """Whether the first signal is raised as Stopped, beside being noted."""
     was_raised: bool = False
     """Whether it has been: libraries in C may turn it into an error of theirs."""
+    is_at_once: bool = False
+    """Whether a second signal came; it is raised once, however often it is repeated."""
 
     @property
     def is_asked(self) -> bool:
@@ -59,7 +61,8 @@ class Stop:
             if self.is_raised:
                 self.was_raised = True
                 raise Stopped
-        elif self.age_s() > REPEAT_S:
+        elif self.age_s() > REPEAT_S and not self.is_at_once:
+            self.is_at_once = True
             raise StopNow
 
     @contextmanager

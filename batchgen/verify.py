@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.codec import decode
+from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
 from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import damaged as damaged_files
@@ -98,7 +98,7 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
 
 def _spread(check: Callable[[Receipt], Checked], receipts: Iterable[Receipt]) -> Iterator[Checked]:
     """`check` of each receipt, in order, on a thread per core with a bounded number under way."""
-    threads = len(os.sched_getaffinity(0))
+    threads = usable_cores()
     with ThreadPoolExecutor(threads) as pool:
         pending: deque[Future[Checked]] = deque()
         for receipt in receipts:

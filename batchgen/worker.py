@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from batchgen.epoch import Epoch, Workplace, clear_work
 from batchgen.errors import Interrupted
 from batchgen.generator import DeviceLost, Dropped
+from batchgen.glance import Glance, take_glance
 from batchgen.heart import Heart
 from batchgen.ledger import ShardState, stem
 from batchgen.plan_reader import batches
@@ -20,7 +21,10 @@ from batchgen.records import Batch, Failure
 from batchgen.timeleft import OUT_OF_TIME
 
 POLL_S = 1.0
-"""Between looks at shards that others hold."""
+MAX_POLL_S = 30.0
+"""Between looks at shards that others hold: the longer the more there are, for then many workers look."""
+LOOKS = 8
+"""Of such shards, how many a waiting worker looks at each time."""
 
 
 @dataclass(slots=True)
@@ -37,6 +41,9 @@ class Worker:
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
     _is_late: bool = False
     """Whether this round left a shard to others, because it could not be finished in time."""
+    _glance: Glance = field(default_factory=lambda: Glance({}, {}))
+    _num_looks: int = 0
+    """Shards that others hold and that are looked at nevertheless in this round."""
 
     def work(self) -> None:
         index, stop = self.place.reader.index, self.place.stop
@@ -44,18 +51,25 @@ class Worker:
         first = index.first_shard
         open_shards = [first + (offset + place) % len(index.shards) for place in range(len(index.shards))]
         try:
+            most_looks = LOOKS if self.may_wait else len(open_shards)
+            num_looks = 0
             while open_shards and not stop.is_asked:
                 self._is_late = False
+                self._glance, self._num_looks = take_glance(self.place.ledger), num_looks
                 still_open = [shard for shard in open_shards if not self._take(shard)]
                 has_progressed = self._close_former() or len(still_open) < len(open_shards)
-                open_shards = still_open
-                if open_shards and not has_progressed:
-                    if self._is_late:
-                        stop.ask(OUT_OF_TIME)
-                    elif not self.may_wait:
-                        return
-                    else:
-                        self._wait()
+                # Others come first the next time.
+                open_shards = still_open[num_looks:] + still_open[:num_looks]
+                if has_progressed or not open_shards:
+                    num_looks = 0
+                elif self._is_late:
+                    stop.ask(OUT_OF_TIME)
+                elif not num_looks:
+                    num_looks = most_looks
+                elif not self.may_wait:
+                    return
+                else:
+                    self._wait(min(MAX_POLL_S, max(POLL_S, len(open_shards) / LOOKS)))
         except BaseException as error:
             self._give_back(error)
             raise
@@ -76,8 +90,8 @@ class Worker:
                     if self.place.ledger.release(shard, number):
                         clear_work(self.place.ledger, shard, number)
 
-    def _wait(self) -> None:
-        deadline = time.monotonic() + POLL_S
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self.place.stop.is_asked:
             time.sleep(0.05)
 
@@ -93,7 +107,7 @@ class Worker:
 
     def _take(self, shard: int) -> bool:
         """Work on a shard if that is possible; whether all its rows are known to be settled afterwards."""
-        if self.place.stop.is_asked:
+        if self.place.stop.is_asked or self._is_left_to_others(shard):
             return False
         state = self._claimable(shard)
         if state is None or not self.place.reader.index.left(state):
@@ -102,7 +116,16 @@ class Worker:
         if not self.place.time_left.fits(predicted_s):
             self._is_late = True
             return False
-        return self._claim(shard, state.epoch) and self._timed(state, predicted_s)
+        is_settled = self._claim(shard, state.epoch) and self._timed(state, predicted_s)
+        self._glance = take_glance(self.place.ledger)
+        return is_settled
+
+    def _is_left_to_others(self, shard: int) -> bool:
+        """Whether another is at work on a shard, as far as the last glance told, and it is not looked at this time."""
+        if not self._glance.is_held(shard):
+            return False
+        self._num_looks -= 1
+        return self._num_looks < 0
 
     def _predicted_s(self, state: ShardState) -> float:
         """What the plan says of the rows that are left, in seconds of its own."""
@@ -120,7 +143,8 @@ class Worker:
         """The shard's state once nobody alive holds its open epoch; None while somebody does."""
         place = self.place
         while True:
-            state = place.ledger.state(shard)
+            num_rows = place.reader.index.shard_rows[shard - place.reader.index.first_shard]
+            state = place.ledger.state(shard, num_rows)
             if not state.is_claimed or not place.reader.index.left(state):
                 return state
             reason = place.ledger.dead_because(state, place.job.run.stale_after_s)

@@ -15,9 +15,8 @@ import torch
 from batchgen.engine.engine import FAMILIES, Engine
 from batchgen.errors import UsageError
 from batchgen.job import Model
-from batchgen.models import facts, hashes, layouts
-from batchgen.models import folder as folders
-from batchgen.models.folder import facts_of, find_model, identity
+from batchgen.models import facts, hashes, hub, layouts
+from batchgen.models.folder import facts_of, fetch_model, find_model, identity
 from tests import tiny
 
 
@@ -133,7 +132,7 @@ def test_every_layout_has_its_loader() -> None:
 @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     tiny.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="100KB")
-    patterns = list(folders._patterns(variant))
+    patterns = list(hub.file_patterns(variant))
     for file in find_model(Model(path=str(tmp_path), variant=variant)).files:
         assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns), file
 
@@ -198,7 +197,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     from huggingface_hub import constants
 
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(folders, "_HUB_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.socket() as listener:
@@ -206,8 +205,8 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         if is_mute:
             listener.listen()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(UsageError, match="neither a local folder nor in the hub's cache"):
-            find_model(Model(path="someone/some-model"))
+        with pytest.raises(UsageError, match=r"cannot be fetched, the hub gave: .*; check the name, the network"):
+            fetch_model(Model(path="someone/some-model"))
         listener.setblocking(False)
         if is_mute:
             listener.accept()[0].close()

@@ -28,12 +28,12 @@ LAYERS = [
     for line in """
     errors version wording streams slurm.environment timeleft
     records slurm.programs
-    job filesystem owners slots slurm.task options
+    job filesystem owners slots slurm.task options cores gpus
     cost
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
-    models.demo models.layouts models.family models.pattern models.folder identity ledger manifest costs
-    known plan_index
+    models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
+    known plan_index glance
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
@@ -47,12 +47,15 @@ LAYERS = [
     repairing
     worker saying slurm.script
     runner slurm.submit bench.workload bench.figures
+    launched
+    children
+    launcher
     bench.plan bench.long bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
     bench.ours bench.baselines bench.modes
-    bench.images bench.victims
+    bench.images bench.victims bench.workers
     bench.siege bench.aftermath
     bench.soak
-    bench.commands slurm.commands console
+    bench.commands slurm.commands console prefetch
     cli
     """.strip().splitlines()
 ]

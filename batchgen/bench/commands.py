@@ -215,6 +215,41 @@ def _save(report: Any, path: Path | None) -> None:
         _say(str(path))
 
 
+@bench.command()
+@_ARCH
+@click.option("--rows", type=click.IntRange(min=2), default=200, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), help="Of every row.")
+@click.option("--gpus", metavar="all|N|0,2", help="The first of these, then all.")
+@click.option("--workers", "num_workers", type=click.IntRange(min=1), help="Instead: processes on the job's device.")
+@_SET
+@_JSON_FILE
+@_FOLDER
+def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_workers: int | None, **options: Any) -> None:
+    """Images a second of several worker processes over those of one, and whether the pixels are the same.
+
+    \b
+    Example: batchgen bench workers --arch sd15 --rows 2000 --gpus 2 --json two.json
+    """
+    from batchgen.bench.architectures import ARCHITECTURES
+    from batchgen.bench.surroundings import save, workplace
+    from batchgen.bench.workers import bench_workers
+    from batchgen.bench.workload import Workload
+    from batchgen.job import load_job
+    from batchgen.launcher import seats_of
+
+    seats = seats_of(gpus, num_workers, load_job(None, options["overrides"]))
+    if not seats:
+        raise UsageError("bench workers compares one process with several; say how many with --gpus or --workers")
+    known = ARCHITECTURES[arch]
+    side, steps, guidance = known.side, steps or known.steps, known.guidance
+    workload = Workload(rows, "single", side, known.divisor, steps, guidance, "euler")
+    with workplace(options["folder"]) as folder:
+        report = bench_workers(arch, workload, options["overrides"], seats, folder, _say)
+    save(report, options["json_file"])
+    speedup = "not known" if report.speedup is None else f"{report.speedup:.3f}"
+    _say(f"speed-up {speedup}, pixels {'the same' if report.has_same_pixels else 'DIFFER'}")
+
+
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """The names of a list with commas; "none" is the empty one."""
     if given is None:

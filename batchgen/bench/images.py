@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from batchgen.bench.figures import ratio, share
 from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.traces import KernelTime, kernel_times
 from batchgen.bench.workload import Workload
+from batchgen.cores import usable_cores
 from batchgen.cost import save_profile
 from batchgen.encoders import num_encoder_threads
 from batchgen.engine.compiling import KERNELS, Compiler
@@ -133,7 +133,7 @@ def _report(settings: Settings, job: Job, device: torch.device) -> Report:
         upcasts_vae=settings.upcasts_vae,
         compile_mode=settings.compile_mode,
         encoder_threads=num_encoder_threads(job.output),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         device=device_name(device),
         versions=versions(),
     )

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.bench.figures import rate
+from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
@@ -111,7 +112,7 @@ def bench_long(num_rows: int, output_format: str, folder: Path | None = None) ->
         rest_s=rest_s,
         restart_peak_bytes=peak,
         load=os.getloadavg()[0],
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         versions={
             "batchgen": VERSION,
             "python": platform.python_version(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import platform
 import resource
 import tempfile
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.bench.workload import SIZES
+from batchgen.cores import usable_cores
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.plan_reader import PlanReader, batches
@@ -120,7 +120,7 @@ def _measure(manifest: Path, root: Path) -> PlanBench:
         shards=len(index.shards),
         batches=len(planned.draft.cut.batch_size),
         plan_bytes=sum(file.num_bytes for file in index.files),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         versions={
             "batchgen": VERSION,
             "python": platform.python_version(),

@@ -7,10 +7,8 @@ and library classes are taken: no pickles, no code from the folder.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,11 +19,10 @@ from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.job import Model
 from batchgen.models import demo, facts, hashes
+from batchgen.models.hub import cached, fetch, prefetch_command
 from batchgen.models.layouts import FAMILIES, Component
 
-_HUB_TIMEOUT_S = 5.0
-_log = logging.getLogger(__name__)
-_BUILT_IN = ("demo", "pattern")
+BUILT_IN = ("demo", "pattern")
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 _CONVERT = (
     "convert it once with its pipeline class in diffusers (StableDiffusionPipeline, StableDiffusionXLPipeline): "
@@ -66,8 +63,30 @@ class ModelFolder:
         return read_json(self.path / component / self.components[component].config)
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A model that is here, whole."""
+
+    folder: ModelFolder
+    num_files: int
+    num_bytes: int
+    note: str
+
+
+def fetch_model(model: Model) -> Fetched:
+    """Fetch a hub id, or make sure of a local folder, and hash what a run would. Raises UsageError for a model that is
+    not to be had, not complete or not understood."""
+    if model.path in BUILT_IN:
+        raise UsageError(f"model {model.path!r} is built in; there is nothing to fetch")
+    note = fetch(model) if is_hub_id(model) else ""
+    folder = find_model(model)
+    identity(model)
+    sizes = [(folder.path / file).stat().st_size for file in folder.files]
+    return Fetched(folder, len(sizes), sum(sizes), note)
+
+
 def find_model(model: Model) -> ModelFolder:
-    """The job's model folder, fetched from the hub if it is an id of it.
+    """The job's model folder, in the hub's cache if it is an id of it; no network is asked.
 
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
@@ -79,11 +98,26 @@ def find_model(model: Model) -> ModelFolder:
         return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, ()))
     if local.is_file():
         raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.path) or model.path[0] in "./~":
-        near = difflib.get_close_matches(model.path, _BUILT_IN, n=1)
+    if not is_hub_id(model):
+        near = difflib.get_close_matches(model.path, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
-    return _checked(_fetched(model))
+    place = cached(model)
+    return _checked(ModelFolder(model.path, place, model.variant, place.name, ()))
+
+
+def is_hub_id(model: Model) -> bool:
+    """Whether the job's model is neither built in nor a local path."""
+    is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", model.path) is not None and model.path[0] not in "./~"
+    return is_named and not Path(model.path).exists()
+
+
+def pinned(model: Model) -> Model:
+    """The same model for other processes: of a hub id, the commit that this one has found."""
+    if model.path in BUILT_IN:
+        return model
+    commit = find_model(model).commit
+    return model.model_copy(update={"revision": commit}) if commit else model
 
 
 def facts_of(model: Model) -> facts.Facts:
@@ -126,7 +160,7 @@ def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
 
 def identity(model: Model) -> dict[str, str]:
     """What tells this model's pixels from another's: versions, or the hash of every file that matters."""
-    if model.path in _BUILT_IN:
+    if model.path in BUILT_IN:
         return {model.path: demo.VERSION if model.path == "demo" else "1"}
     folder = find_model(model)
     commit = {"commit": folder.commit} if folder.commit else {}
@@ -136,7 +170,7 @@ def identity(model: Model) -> dict[str, str]:
 def architecture(model: Model) -> str:
     """A short name for what decides a model's speed and memory: its networks' shapes and its dtype, not its weights."""
     configs = []
-    if model.path not in _BUILT_IN:
+    if model.path not in BUILT_IN:
         folder = find_model(model)
         configs = [folder.config(component) for component in ("unet", "vae")]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
@@ -168,7 +202,7 @@ def _checked(folder: ModelFolder) -> ModelFolder:
     files = ["model_index.json", *(f"{name}/{component.config}" for name, component in components.items())]
     for file in files:
         if not (path / file).is_file():
-            raise UsageError(f"model folder {path} lacks {file}; download it again, whole")
+            raise UsageError(f"model folder {path} lacks {file}; {_again(folder)}")
     for name, component in components.items():
         if component.is_tokenizer:
             files += _tokenizer_files(path, name)
@@ -202,76 +236,26 @@ def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
     if (place / single).is_file():
         return [f"{component}/{single}"]
     if not (place / index).is_file():
-        raise UsageError(_no_weights(place, single))
+        raise UsageError(_no_weights(folder, place, single))
     shards = sorted(set(read_json(place / index).get("weight_map", {}).values()))
     for shard in shards:
         if not (place / shard).is_file():
-            raise UsageError(f"model folder {place} lacks {shard}, which {index} names; download it again, whole")
+            raise UsageError(f"model folder {place} lacks {shard}, which {index} names; {_again(folder)}")
     return [f"{component}/{name}" for name in (index, *shards)]
 
 
-def _no_weights(place: Path, wanted: str) -> str:
+def _again(folder: ModelFolder) -> str:
+    """What to do about a folder that is not whole."""
+    if folder.commit is None:
+        return "download it again, whole"
+    return f"fetch it again: {prefetch_command(Model(path=folder.name, variant=folder.variant))}"
+
+
+def _no_weights(folder: ModelFolder, place: Path, wanted: str) -> str:
     others = sorted(file.name for file in place.glob("*.safetensors"))
     pickles = sorted(file.name for pattern in _PICKLES for file in place.glob(pattern))
     if others:
         return f"{place} lacks {wanted} but has {', '.join(others)}; set model.variant to choose among them"
     if pickles:
         return f"{place} has only {', '.join(pickles)}, pickles, which can run code; {_CONVERT}"
-    return f"{place} lacks {wanted}; download the folder again, whole"
-
-
-@functools.cache
-def _fetched(model: Model) -> ModelFolder:
-    """The folder in the hub's local cache, fetched if need be; without a network, what is cached is used.
-
-    Asked once per process, so that what is planned, fingerprinted and loaded is one commit.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    commit, reason = _commit(model)
-    if reason:
-        _log.warning("model %s: the hub gave %s; looking for it in the local cache", model.path, reason)
-    try:
-        place = snapshot_download(
-            model.path,
-            revision=commit or model.revision,
-            allow_patterns=list(_patterns(model.variant)),
-            local_files_only=commit is None,
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UsageError(
-            f"model {model.path!r} is neither a local folder nor in the hub's cache, and the hub gave: "
-            f"{reason or _first_line(error)}; check the name and the network, or name a diffusers folder"
-        ) from None
-    return ModelFolder(model.path, Path(place), model.variant, Path(place).name, ())
-
-
-def _commit(model: Model) -> tuple[str | None, str]:
-    """The hub's commit of the model's revision; or None and why there is no answer."""
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S).sha, ""
-    except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
-        return None, _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _patterns(variant: str | None) -> Iterable[str]:
-    """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights."""
-    dotted = f".{variant}" if variant else ""
-    yield "model_index.json"
-    for name, component in {
-        name: one for layout in FAMILIES.values() for name, one in layout.components.items()
-    }.items():
-        yield f"{name}/{component.config}"
-        if component.is_tokenizer:
-            yield from (f"{name}/*.json", f"{name}/*.txt")
-        if stem := component.weights:
-            yield f"{name}/{stem}{dotted}.safetensors"
-            yield f"{name}/{stem}{dotted}-*-of-*.safetensors"
-            yield f"{name}/{stem}.safetensors.index{dotted}.json"
+    return f"{place} lacks {wanted}; {_again(folder)}"

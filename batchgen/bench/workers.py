@@ -1,0 +1,157 @@
+"""One worker process and several on the same rows, by the very launcher that `run --gpus` has: images a second of all
+over those of one, and whether the pixels are the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchgen.balance import Balance
+from batchgen.bench.figures import rate, ratio
+from batchgen.bench.workload import Workload, write_manifest
+from batchgen.cores import usable_cores
+from batchgen.errors import BatchgenError
+from batchgen.job import Job, load_job
+from batchgen.launcher import Seat, workforce
+from batchgen.ledger import Ledger
+from batchgen.progress import Display
+from batchgen.rundir import RunDirectory
+from batchgen.runner import run_job
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run by some workers."""
+
+    workers: int
+    images: int
+    images_of_each: list[int]
+    window_s: float
+    """From when each worker had written its first batch until one of them had written its last image."""
+    images_per_s: float
+    """In that window, of all together, to files on the disk."""
+    whole_s: float
+    """Everything: loading, warming up, all images, the final tables."""
+    versions: dict[str, str]
+    """As a worker reported them."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a bench of workers found."""
+
+    arch: str
+    workload: dict[str, Any]
+    cores: int
+    runs: list[Measured] = field(default_factory=list)
+    speedup: float | None = None
+    """Images a second of the last run over those of the first."""
+    has_same_pixels: bool | None = None
+
+
+def compare(report: Comparison, manifest: Path, folder: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> None:
+    """Run the manifest by the first seat, then by all, into a report. Raises BatchgenError if rows are left or fail."""
+    one, all_ = folder / "one", folder / "all"
+    report.runs.append(_run(manifest, one, job, seats[:1], say))
+    # The same plan, and what the first worker settled: nothing but the number of workers differs.
+    for name in ("plan", "modes"):
+        shutil.copytree(one / ".run" / name, all_ / ".run" / name)
+    (all_ / "data").mkdir()
+    report.runs.append(_run(manifest, all_, job, seats, say))
+    report.speedup = ratio(report.runs[1].images_per_s, report.runs[0].images_per_s)
+    report.has_same_pixels = _pixels(one) == _pixels(all_)
+
+
+def _run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> Measured:
+    started = time.perf_counter()
+
+    @contextmanager
+    def shown(balance: Balance) -> Iterator[Display]:
+        with Display(balance.outstanding, 0, 0, num_workers=len(seats)) as display:
+            yield display
+
+    ending = run_job([manifest], out, job, progress=shown, workforce=workforce(seats))
+    whole_s = time.perf_counter() - started
+    if ending.exit_code:
+        raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")
+    measured = measure(out, whole_s)
+    say(
+        f"{measured.workers} workers: {measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s, "
+        f"{measured.images_of_each} images each; {whole_s:.1f} s in all"
+    )
+    return measured
+
+
+def measure(out: Path, whole_s: float) -> Measured:
+    """Of a finished run in the `files` format, by the times at which its images were written."""
+    run = RunDirectory(out)
+    sizes = {line["file_name"]: line["batch_size"] for line in _lines(out, "file_name", "batch_size")}
+    times: dict[str, list[float]] = {}
+    begins: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    for receipt in Ledger(run.root, run.files).committed(run.index().shards):
+        files = sorted((run.data / receipt.part).iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        written = times.setdefault(receipt.by.token, [])
+        if not written or files[0].stat().st_mtime < min(written):
+            begins[receipt.by.token] = sizes[f"data/{receipt.part}/{files[0].name}"]
+        written += [file.stat().st_mtime for file in files]
+        versions = dict(receipt.versions)
+    ordered = {token: sorted(written) for token, written in times.items()}
+    start = max(written[min(begins[token], len(written)) - 1] for token, written in ordered.items())
+    end = min(written[-1] for written in ordered.values())
+    everything = [at for written in ordered.values() for at in written]
+    return Measured(
+        workers=len(ordered),
+        images=len(everything),
+        images_of_each=sorted(map(len, ordered.values()), reverse=True),
+        window_s=max(0.0, end - start),
+        images_per_s=rate(sum(start < at <= end for at in everything), end - start),
+        whole_s=whole_s,
+        versions=versions,
+    )
+
+
+def bench_workers(
+    arch: str, workload: Workload, overrides: Sequence[str], seats: tuple[Seat, ...], folder: Path, say: Say
+) -> Comparison:
+    """Measure one worker and all seats on a workload. Raises UsageError and BatchgenError."""
+    builder = multiprocessing.get_context("spawn").Process(target=_build, args=(arch, folder))
+    builder.start()
+    builder.join()
+    if builder.exitcode:
+        raise BatchgenError(f"{arch} could not be built in {folder}; see above")
+    job = load_job(None, [*overrides, f"model.path={folder / arch}"])
+    manifest = folder / "manifest.parquet"
+    write_manifest(manifest, workload.wanted())
+    report = Comparison(arch, asdict(workload), usable_cores())
+    with tempfile.TemporaryDirectory(dir=folder, prefix="runs-") as scratch:
+        compare(report, manifest, Path(scratch), job, seats, say)
+    return report
+
+
+def _build(arch: str, folder: Path) -> None:
+    """In a process of its own, which gives the GPU back."""
+    from batchgen.bench.architectures import ensure_folder
+    from batchgen.engine.engine import find_device
+
+    ensure_folder(arch, folder, find_device(None), False, print)
+
+
+def _pixels(out: Path) -> dict[str, str]:
+    return {line["id"]: line["pixel_sha256"] for line in _lines(out, "id", "pixel_sha256")}
+
+
+def _lines(out: Path, *columns: str) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = pq.read_table(out / "metadata.parquet", columns=list(columns)).to_pylist()
+    return lines

@@ -1,0 +1,231 @@
+"""Several worker processes on this machine and on one run directory: started, heard, stopped and replaced.
+
+They share nothing but the run directory. The launcher plans and finalizes; it never loads torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchgen.children import Child, wait_for_lines
+from batchgen.cores import thread_settings, usable_cores
+from batchgen.encoders import num_encoder_threads
+from batchgen.errors import BatchgenError, Interrupted, UsageError
+from batchgen.gpus import VISIBLE, choose_gpus, visible_gpus
+from batchgen.job import Job
+from batchgen.launched import OUT_OF_TIME_CODE, Order
+from batchgen.models.folder import pinned
+from batchgen.progress import Progress
+from batchgen.runner import Task, Workforce
+from batchgen.stopping import Stop
+from batchgen.timeleft import OUT_OF_TIME
+from batchgen.wording import counted
+
+POLL_S = 0.1
+END_S = 30.0
+"""Beyond the grace, until a worker that was asked to stop is killed."""
+AT_ONCE_S = 10.0
+"""The same for one that was asked a second time."""
+_CODES = (BatchgenError.exit_code, UsageError.exit_code, Interrupted.exit_code)
+"""What a worker with rows left to do may end with, the worst first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place for one worker process at a time."""
+
+    name: str
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+    device: str | None = None
+    """None: the job's."""
+
+
+def seats_of(gpus: str | None, workers: int | None, job: Job) -> tuple[Seat, ...]:
+    """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, and for
+    GPUs that are not there."""
+    if gpus is not None and workers is not None:
+        raise UsageError("--gpus starts a worker for each GPU, --workers so many on one device; leave one out")
+    if gpus is not None:
+        return gpu_seats(choose_gpus(gpus, visible_gpus()), job)
+    return worker_seats(workers or 0)
+
+
+def gpu_seats(gpus: tuple[str, ...], job: Job) -> tuple[Seat, ...]:
+    """A seat for each GPU, named as `CUDA_VISIBLE_DEVICES` does. Raises UsageError if the job names a device itself."""
+    if job.engine.device is not None:
+        raise UsageError(f"--gpus chooses devices, and so does engine.device = {job.engine.device!r}; leave one out")
+    return tuple(Seat(f"GPU {name}" if name.isdecimal() else name, {VISIBLE: name}, "cuda:0") for name in gpus)
+
+
+def worker_seats(number: int) -> tuple[Seat, ...]:
+    """Seats that share the job's device."""
+    return tuple(Seat(f"worker {one}") for one in range(1, number + 1))
+
+
+def workforce(seats: tuple[Seat, ...]) -> Workforce:
+    """What `run_job` has a task worked off by: a process in each seat."""
+
+    def work(task: Task, stop: Stop, progress: Progress) -> int:
+        with stop.working():
+            return Crew(seats, task, stop, progress).work()
+
+    return work
+
+
+class Crew:
+    """The processes of one run.
+
+    A process that crashes (a signal, a lost GPU, a bug) is replaced: until `run.max_deaths` in a row of its seat have
+    ended without a commit, or twice as many in the last seat that is left. So a broken GPU alone never makes a row
+    fail while others are sound, and a row that ends every process does fail.
+    """
+
+    def __init__(self, seats: tuple[Seat, ...], task: Task, stop: Stop, progress: Progress) -> None:
+        self._task = task
+        self._stop = stop
+        self._progress = progress
+        self._cores = max(1, usable_cores() // len(seats))
+        self._orders = {seat: self._order(seat, len(seats)) for seat in seats}
+        self._deaths = dict.fromkeys(seats, 0)
+        self._codes: dict[Seat, int] = {}
+        """What the last process of a seat ended with."""
+        self._at_work: dict[Seat, Child] = {}
+        self._told_s: float | None = None
+        """When the processes were told to stop."""
+
+    def work(self) -> int:
+        """Until every process has ended and none is to replace it; the worst exit code that a seat was left with.
+
+        Raises StopNow, and what ends a run, once all have ended.
+        """
+        try:
+            for seat in self._orders:
+                self._start(seat)
+            self._attend()
+        except Exception:
+            self._tell(signal.SIGTERM)
+            self._attend()
+            raise
+        finally:
+            self._end_at_once()
+        if OUT_OF_TIME_CODE in self._codes.values():
+            self._stop.ask(OUT_OF_TIME)
+        return next((code for code in _CODES if code in self._codes.values()), 0)
+
+    def _order(self, seat: Seat, num_seats: int) -> Order:
+        task, job = self._task, self._task.job
+        encoders = num_encoder_threads(job.output, self._cores)
+        tables = {
+            "model": pinned(job.model),
+            "output": job.output.model_copy(update={"encoders": encoders}),
+            "engine": job.engine.model_copy(update={"device": seat.device or job.engine.device}),
+        }
+        num_others, job = task.num_others + num_seats - 1, job.model_copy(update=tables)
+        return Order(task.run.path.resolve(), job, task.left, num_others, task.may_wait, task.time_left)
+
+    def _start(self, seat: Seat) -> None:
+        environment = {**thread_settings(self._cores), **seat.environment}
+        self._at_work[seat] = Child(seat.name, self._orders[seat], environment)
+
+    def _attend(self) -> None:
+        while self._at_work:
+            wait_for_lines(list(self._at_work.values()), POLL_S)
+            self._pass_on()
+            for seat, child in list(self._at_work.items()):
+                has_ended = child.process.poll() is not None
+                self._hear(seat, child)
+                if has_ended:
+                    self._bury(seat, child)
+
+    def _hear(self, seat: Seat, child: Child) -> None:
+        for line in child.counts.take():
+            made, failed = map(int, line.split())
+            child.made, child.failed = child.made + made, child.failed + failed
+            self._progress.count(made, failed)
+        for line in child.words.take():
+            self._progress.say(f"{seat.name}: {line}")
+
+    def _pass_on(self) -> None:
+        """Tell the processes of a signal, and kill those that outlast it."""
+        if self._stop.is_asked and self._told_s is None:
+            self._tell(signal.Signals[self._stop.signal_name])
+        limit_s = self._task.job.run.grace_s + END_S
+        if self._told_s is not None and time.monotonic() - self._told_s > limit_s:
+            self._kill(f"{limit_s:.0f} s after it was told to stop")
+
+    def _tell(self, number: int) -> None:
+        self._told_s = time.monotonic()
+        for child in self._at_work.values():
+            child.signal(number)
+
+    def _kill(self, when: str) -> None:
+        for seat, child in self._at_work.items():
+            self._progress.say(f"{seat.name}: its process {child.process.pid} is killed {when}")
+            child.signal(signal.SIGKILL)
+            child.process.wait()
+
+    def _end_at_once(self) -> None:
+        """Leave no process behind. A second signal is told until it is heard: a process may not know yet that the
+        first one was long ago."""
+        deadline = time.monotonic() + AT_ONCE_S
+        while self._at_work and time.monotonic() < deadline:
+            for seat, child in list(self._at_work.items()):
+                child.signal(signal.SIGTERM)
+                self._hear(seat, child)
+                if child.process.poll() is not None:
+                    child.close()
+                    del self._at_work[seat]
+            time.sleep(POLL_S)
+        self._kill("because it did not stop")
+
+    def _bury(self, seat: Seat, child: Child) -> None:
+        """Say how a process ended, take back what it made and did not commit, and replace it if it crashed."""
+        child.close()
+        del self._at_work[seat]
+        code = child.process.returncode
+        is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
+        self._codes[seat] = BatchgenError.exit_code if is_crash else code
+        if code in (0, OUT_OF_TIME_CODE):
+            return
+        has_committed, num_left = self._settle(child)
+        if self._told_s is not None:
+            return
+        self._deaths[seat] = 0 if has_committed else self._deaths[seat] + 1
+        is_replaced = is_crash and num_left > 0 and self._deaths[seat] < self._limit()
+        what_now = "another takes its place" if is_replaced else self._what_now(num_left, self._deaths[seat])
+        self._progress.say(f"{seat.name}: {_epitaph(child)}; {what_now}")
+        if is_replaced:
+            self._start(seat)
+
+    def _settle(self, child: Child) -> tuple[bool, int]:
+        """Make the progress what the receipts say of a process; whether there is any, and how many rows none names."""
+        ledger, index = self._task.ledger, self._task.index
+        assert ledger.owner is not None
+        made = failed = settled = 0
+        for one in ledger.committed(index.shards):
+            settled += len(one.ok) + len(one.failed)
+            if child.wrote(one, ledger.owner):
+                made, failed = made + len(one.ok), failed + len(one.failed)
+        self._progress.count(made - child.made, failed - child.failed)
+        return made + failed > 0, index.num_rows - settled
+
+    def _limit(self) -> int:
+        """Deaths of a seat after which it stays empty."""
+        max_deaths = self._task.job.run.max_deaths
+        return max_deaths if self._at_work else 2 * max_deaths + 1
+
+    def _what_now(self, num_left: int, num_deaths: int) -> str:
+        if not num_left:
+            return "all rows are settled"
+        why = f", after {num_deaths} in a row without a commit" if num_deaths > 1 else ""
+        others = counted(len(self._at_work), "other worker")
+        return f"no other takes its place{why}; {others if self._at_work else 'no worker'} left"
+
+
+def _epitaph(child: Child) -> str:
+    code = child.process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"its process {child.process.pid} {how}"

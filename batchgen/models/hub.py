@@ -1,0 +1,105 @@
+"""Models of the Hugging Face hub: fetched by one command, and from then on read from the hub's local cache alone."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from batchgen.errors import UsageError
+from batchgen.job import Model
+from batchgen.models.layouts import FAMILIES
+
+_HUB_TIMEOUT_S = 5.0
+
+
+@functools.cache
+def cached(model: Model) -> Path:
+    """The folder of a hub id in the local cache; the network is not asked. Raises UsageError if it is not there.
+
+    Asked once per process, so that what is planned, fingerprinted and loaded is one commit.
+    """
+    from huggingface_hub import constants
+
+    try:
+        return _snapshot(model, is_local=True)
+    except Exception as error:  # which ones there are differs between the hub package's versions
+        raise UsageError(
+            f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE} "
+            f"({_first_line(error)}); fetch it once, where there is a network: {prefetch_command(model)}"
+        ) from None
+
+
+def fetch(model: Model) -> str:
+    """Fetch what is missing of a hub id, only the files that a run reads; a note if the hub could not be asked and the
+    local cache has it already. Raises UsageError if there is nothing to be had."""
+    reason = _refusal(model)
+    if reason:
+        try:
+            _snapshot(model, is_local=True)
+        except Exception:
+            raise UsageError(
+                f"model {model.path!r} cannot be fetched, the hub gave: {reason}; check the name, the network and, for "
+                "a model that asks for consent, the token (hf auth login)"
+            ) from None
+        return f"the hub gave: {reason}; what its cache holds is left as it is"
+    try:
+        _snapshot(model, is_local=False)
+    except Exception as error:
+        raise UsageError(
+            f"model {model.path!r} could not be fetched as a whole: {_first_line(error)}; the same command goes on"
+        ) from None
+    cached.cache_clear()
+    return ""
+
+
+def prefetch_command(model: Model) -> str:
+    """What a person types to fetch a model."""
+    keys = {f"model.{name}": getattr(model, name) for name in ("revision", "variant")}
+    return shlex.join(["batchgen", "prefetch", model.path, *_settings({k: v for k, v in keys.items() if v})])
+
+
+def _settings(keys: dict[str, str]) -> Iterable[str]:
+    for key, value in keys.items():
+        yield from ("--set", f"{key}={value}")
+
+
+def _snapshot(model: Model, *, is_local: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = list(file_patterns(model.variant))
+    # By the revision's name, not its commit: the name is what the cache is asked for later.
+    place = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns, local_files_only=is_local)
+    return Path(place)
+
+
+def _refusal(model: Model) -> str:
+    """Why the hub does not give this model, "" if it does."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def file_patterns(variant: str | None) -> Iterable[str]:
+    """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights."""
+    dotted = f".{variant}" if variant else ""
+    yield "model_index.json"
+    for name, component in {
+        name: one for layout in FAMILIES.values() for name, one in layout.components.items()
+    }.items():
+        yield f"{name}/{component.config}"
+        if component.is_tokenizer:
+            yield from (f"{name}/*.json", f"{name}/*.txt")
+        if stem := component.weights:
+            yield f"{name}/{stem}{dotted}.safetensors"
+            yield f"{name}/{stem}{dotted}-*-of-*.safetensors"
+            yield f"{name}/{stem}.safetensors.index{dotted}.json"

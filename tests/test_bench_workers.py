@@ -1,0 +1,52 @@
+"""One worker and two on the same rows: what is measured, and that pixels are compared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from batchgen.bench.workers import Comparison, compare, measure
+from batchgen.job import load_job
+from batchgen.launcher import worker_seats
+from batchgen.ledger import Ledger
+from batchgen.rundir import RunDirectory
+from batchgen.slots import sealed, unsealed
+from tests import runs
+
+OPTIONS = ["model.path=pattern", "plan.batch_sizes=[2]", "plan.shard_images=4"]
+
+
+def test_both_runs_have_one_plan_and_the_same_pixels(tmp_path: Path) -> None:
+    source = runs.prompts(tmp_path / "m.parquet", 16)
+    report = Comparison("pattern", {}, 2)
+    said: list[str] = []
+    compare(report, source, tmp_path, load_job(None, OPTIONS), worker_seats(2), said.append)
+    assert [one.images for one in report.runs] == [16, 16]
+    assert report.has_same_pixels is True
+    assert report.runs[0].workers == 1
+    assert len(said) == 2
+    plans = [(tmp_path / name / ".run/plan/0.json").read_bytes() for name in ("one", "all")]
+    assert plans[0] == plans[1]
+
+
+def test_the_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) -> None:
+    """Two workers of four images each; times are put on the files."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    assert runs.run(source, out, *(word for one in OPTIONS for word in ("--set", one))).code == 0
+    run = RunDirectory(out)
+    times = {0: [10, 10, 20, 20], 1: [12, 12, 17, 17]}
+    for receipt in Ledger(run.root, run.files).committed(run.index().shards):
+        for file, at in zip(sorted((run.data / receipt.part).iterdir()), times[receipt.shard], strict=True):
+            os.utime(file, (at, at))
+        path = run.root / "receipts" / receipt.stem
+        fields = unsealed(path.read_bytes())
+        by = fields["by"] | {"token": f"{receipt.shard:016x}"}
+        path.write_bytes(sealed(by["token"], fields | {"by": by}))
+    measured = measure(out, 30.0)
+    assert (measured.workers, measured.images, measured.images_of_each) == (2, 8, [4, 4])
+    # From 12, when the second had its first batch, until 17, when it had its last.
+    assert measured.window_s == pytest.approx(5.0)
+    assert measured.images_per_s == pytest.approx(2 / 5.0)
+    assert measured.versions == dict(next(Ledger(run.root, run.files).committed(run.index().shards)).versions)
