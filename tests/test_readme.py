@@ -94,6 +94,21 @@ def test_reliability_is_what_the_figures_say() -> None:
         assert text in README, text
 
 
+def test_speed_is_what_the_figures_say() -> None:
+    found = json.loads((runs.ROOT / "tests/figures/images-sd15.json").read_text())
+    ours, (best,) = found["batchgen"], found["baselines"]
+    assert (ours["images"], ours["failed"], ours["modes"]) == (1000, 0, {"compiled+graph": 1000})
+    for text in (
+        f"steady | {ours['steady_images_per_s']:.2f} |",
+        f"the final tables | {ours['cold_images_per_s']:.2f} |",
+        f"size, {best['batch_size']}, in the same run (one batch sampled) | {best['images_per_s']:.2f} |",
+        f"idles {found['idle']['idle_share']:.1%} of the steady time and does {found['compute']['utilisation']:.0%} of".replace(
+            "%", " %"
+        ),
+    ):
+        assert text in README, text
+
+
 def test_a_long_run_is_as_flat_as_its_figures_say() -> None:
     found = json.loads((runs.ROOT / "tests/figures/long.json").read_text())
     memory = found["most_own_bytes"] / found["own_bytes"] - 1
