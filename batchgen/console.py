@@ -39,7 +39,7 @@ def work(
     limit_threads()
     starts = Starts(RunDirectory(directory))
 
-    def opened(index: PlanIndex, balance: Balance) -> None:
+    def open_balance(index: PlanIndex, balance: Balance) -> None:
         say(f"run directory {directory}: {balance.line()}")
         if balance.outstanding:
             starts.begin(balance)
@@ -47,20 +47,17 @@ def work(
     with listening(Stop()) as stop:
         try:
             with starts.noting():
-                ending = begin({"stop": stop, "on_opened": opened, "progress": partial(_display, num_workers)})
+                ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
                 starts.end(is_early=ending.exit_code == Interrupted.exit_code)
         except Stopped:
-            _end_unfinished(directory, stop.signal_name)
+            end_idle(directory, stop.signal_name, on_ended)
         except StopNow:
-            said = f"stopped at once by a second signal (the first was {stop.signal_name}); the same command goes on"
-            _end_now(directory, said)
-        except UsageError:
-            if stop.was_raised:
-                _end_unfinished(directory, stop.signal_name)
-            raise
+            end_now(directory, stop.signal_name)
         except Exception as error:
             if stop.was_raised:
-                _end_unfinished(directory, stop.signal_name)
+                end_idle(directory, stop.signal_name, on_ended)
+            if isinstance(error, UsageError):
+                raise
             say(f"batchgen: {error}" if isinstance(error, BatchgenError) else traceback.format_exc())
             say_balance(directory)
             sys.exit(error.exit_code if isinstance(error, BatchgenError) else BatchgenError.exit_code)
@@ -93,7 +90,7 @@ def _display(num_workers: int, balance: Balance) -> Iterator[Display]:
         yield display
 
 
-def say_balance(directory: Path) -> None:
+def say_balance(directory: Path) -> Balance | None:
     """The closing line where the run itself could not reach it; what cannot be read any more is said."""
     from batchgen.balance import take_balance
     from batchgen.ledger import Ledger
@@ -101,21 +98,34 @@ def say_balance(directory: Path) -> None:
 
     run = RunDirectory(directory)
     try:
-        if run.files.stat(run.plans / "0.json") is None:
-            say("nothing is planned yet")
-            return
-        click.echo(take_balance(run.index(), Ledger(run.root, run.files)).line())
+        balance = take_balance(run.index(), Ledger(run.root, run.files))
     except (BatchgenError, OSError) as error:
         say(f"the run directory cannot be read now ({error}); the balance is not known")
+        return None
+    click.echo(balance.line())
+    return balance
 
 
-def _end_unfinished(directory: Path, signal_name: str) -> NoReturn:
-    _end_now(directory, f"stopped by {signal_name}, while no row was being made; the same command goes on")
+def end_idle(directory: Path, signal_name: str, on_ended: Callable[[Ending], None]) -> NoReturn:
+    """End at a first signal that finds nothing to finish, without waiting for any thread."""
+    from batchgen.rundir import RunDirectory
+    from batchgen.runner import Ending
+
+    say(f"stopped by {signal_name}, while no row was being made; the same command goes on")
+    if not (RunDirectory(directory).plans / "0.json").exists():
+        say("nothing is planned yet")
+    elif balance := say_balance(directory):
+        on_ended(Ending(balance, signal_name, may_wait=True))
+    _exit_now()
 
 
-def _end_now(directory: Path, text: str) -> NoReturn:
-    """Say why, and end without waiting for any thread: what is not committed is dropped."""
-    say(text)
+def end_now(directory: Path, signal_name: str) -> NoReturn:
+    """End without waiting for any thread: what is not committed is dropped."""
+    say(f"stopped at once by a second signal (the first was {signal_name}); the same command goes on")
     say_balance(directory)
+    _exit_now()
+
+
+def _exit_now() -> NoReturn:
     sys.stdout.flush()
     os._exit(Interrupted.exit_code)

@@ -87,24 +87,28 @@ class FileSystem:
         with resumable(path):
             try:
                 self.write(temp, content)
-            except Interrupted:
+                is_ours = self._link_slot(temp, path, content)
+            except (Interrupted, OSError, UsageError):
                 with suppress(Interrupted):
                     self.remove(temp)  # A full disk has better use for its room.
                 raise
-            try:
-                self.link(temp, path)
-                is_ours = True
-            except OSError:
-                settled = self.read(path)
-                if settled is None and self.is_link(path):
-                    raise UsageError(f"{path} is a symbolic link to nowhere; remove it") from None
-                if settled is None:
-                    raise
-                is_ours = settled == content
             # It may be gone: a lost reply, or a sweep that saw its slot.
             self.remove(temp)
             self.sync_folder(path.parent)
         return is_ours
+
+    def _link_slot(self, temp: Path, path: Path, content: bytes) -> bool:
+        """Whether the slot is ours."""
+        try:
+            self.link(temp, path)
+        except OSError:
+            settled = self.read(path)
+            if settled is None and self.is_link(path):
+                raise UsageError(f"{path} is a symbolic link to nowhere; remove it") from None
+            if settled is None:
+                raise
+            return settled == content
+        return True
 
     def make_folder(self, path: Path) -> None:
         """The folder and its parents, on the disk when the call returns."""

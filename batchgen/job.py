@@ -110,8 +110,8 @@ class Engine(_Table):
     mode: Literal["auto", "eager", "graph", "regional", "regional+graph", "compiled", "compiled+graph"] = "auto"
     """How the network is run: eager kernels, its blocks compiled once for every size (regional), or the whole compiled
     for each bucket, captured in a graph or not. auto weighs the work that is left, and is eager on a CPU."""
-    attention: Literal["auto", "flash", "cudnn"] = "auto"
-    """Attention kernels on a GPU; auto times them."""
+    attention: Literal["auto", "flash", "cudnn", "flash3"] = "auto"
+    """Attention kernels on a GPU (flash3 needs the package flash_attn_3); auto times those that are there."""
     decode_batch: _Few = 4
     """Images decoded at once."""
     text_encoder: Literal["gpu", "offload"] = "gpu"

@@ -174,17 +174,16 @@ class Ledger:
         content = self.files.read(self.claim_path(shard, len(receipts)))
         return ShardState(shard, tuple(receipts), _claim(content), content is not None)
 
-    def claimant(self, shard: int, epoch: int) -> Owner | None:
-        """Whoever has claimed an epoch; None if nobody has, or if the claim cannot be read."""
-        claim = _claim(self.files.read(self.claim_path(shard, epoch)))
-        return claim.owner if claim else None
-
     def states(self, shards: Iterable[int]) -> Iterator[ShardState]:
         return (self.state(shard) for shard in shards)
 
     def committed(self, shards: Iterable[int]) -> Iterator[Receipt]:
         """All committed receipts, a shard's at a time: together they name every settled row."""
         return (receipt for state in self.states(shards) for receipt in state.committed)
+
+    def claimed(self, shard: int, epoch: int) -> Claim | None:
+        """The claim on an epoch; None if there is none that can be read."""
+        return _claim(self.files.read(self.claim_path(shard, epoch)))
 
     def receipt(self, shard: int, epoch: int) -> Receipt | None:
         """The receipt of an epoch; one that cannot be read counts as abandoned."""

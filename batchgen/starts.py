@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from batchgen.balance import Balance
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import ABANDONED, Ledger, unstem
 from batchgen.owners import Owner, gone_because, this_process
 from batchgen.rundir import RunDirectory
+from batchgen.slots import NO_SLOT
 
 MOST = 5
 """Starts for nothing; the next one ends before it loads a model."""
 _ENDED = ".ended"
-_TORN = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _Process = tuple[str, int, str]
 """Boot, pid and start time."""
 
@@ -49,6 +49,7 @@ class Starts:
         Raises BatchgenError where the last ones to do so have ended, nobody is at work, and no row was settled since;
         the count begins anew then. Deaths over a shard do not count: `run.max_deaths` is about what kills its makers.
         """
+        self.end(is_early=False)  # Of a plan that was appended meanwhile there may be another beginning.
         me, settled = this_process(), balance.done + balance.failed
         self.run.files.make_folder(self._folder)
         others = list(self._others())
@@ -74,9 +75,12 @@ class Starts:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Whatever is raised within the block ends this process early."""
+        """Whatever is raised within the block ends this process early. A disk that refuses has said what is wrong."""
         try:
             yield
+        except Interrupted:
+            self.end(is_early=False)
+            raise
         except BaseException:
             self.end(is_early=True)
             raise
@@ -88,7 +92,7 @@ class Starts:
     def _others(self) -> Iterator[Start]:
         for name in self.run.files.names(self._folder):
             path = self._folder / name
-            with suppress(*_TORN):
+            with suppress(*NO_SLOT):
                 if not name.endswith(_ENDED):
                     fields = json.loads(self.run.files.read(path) or b"")
                     yield Start(path, Owner(**fields["owner"]), int(fields["settled"]))
@@ -114,10 +118,9 @@ class Starts:
         ledger = Ledger(self.run.root, self.run.files)
         for place in filter(None, map(unstem, self.run.files.names(self.run.root / "claims"))):
             receipt = ledger.receipt(*place)
-            if receipt is None or receipt.kind == ABANDONED:
-                owner = ledger.claimant(*place)
-                if owner is not None:
-                    yield _process(owner)
+            claim = ledger.claimed(*place) if receipt is None or receipt.kind == ABANDONED else None
+            if claim is not None:
+                yield _process(claim.owner)
 
     def _forget(self, path: Path) -> None:
         self.run.files.remove(path)

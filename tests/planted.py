@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchgen import plans, worker
+from batchgen import plan_reader, worker
 from batchgen.records import Batch
 
 
 def batches(shard: Any, groups: Any, skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
-    return plans.batches(shard, groups)
+    return plan_reader.batches(shard, groups)
 
 
 worker.batches = batches  # type: ignore[attr-defined]

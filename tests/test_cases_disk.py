@@ -79,8 +79,8 @@ def test_a_full_disk_that_grows(tmp_path: Path, mounted: Mount, output: str) -> 
 @pytest.mark.parametrize("output", runs.FORMATS)
 def test_a_disk_without_inodes(tmp_path: Path, mounted: Mount, output: str) -> None:
     source = runs.prompts(tmp_path / "m.parquet", 8)
-    counts = [f"size=16m,nr_inodes={number}" for number in range(4, 400, 9)]
-    assert grown_until_done(mounted, source, counts, "the disk is full", output) > 1
+    counts = [f"size=16m,nr_inodes={number}" for number in range(4, 400, 6)]
+    assert grown_until_done(mounted, source, counts, "the disk is full", output) > 2
 
 
 def at_batch(monkeypatch: pytest.MonkeyPatch, number: int, happens: Callable[[], None]) -> None:

@@ -164,6 +164,19 @@ def test_only_who_has_to_make_room_goes_back_into_the_queue(
     assert slurm.calls("scontrol") == (["requeue 17_3"] if is_requeued else [])
 
 
+def test_a_task_whose_time_ends_while_its_model_loads_is_requeued(slurm: Fakes, tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    process = runs.start(source, out, "--requeue", puts={"batchgen.models.pattern:PatternGenerator": runs.sleep})
+    deadline = time.monotonic() + 60
+    while "asleep" not in process.errors():
+        assert process.is_running, process.errors()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.signal(signal.SIGUSR1)
+    ended = process.wait()
+    assert (ended.code, slurm.calls("scontrol")) == (75, ["requeue 17_3"]), ended
+
+
 def test_a_finished_run_is_not_requeued(slurm: Fakes, tmp_path: Path) -> None:
     assert runs.run(runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out", "--requeue").code == 0
     assert slurm.calls("scontrol") == []

@@ -174,21 +174,6 @@ def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signal
     assert len(runs.check_images(out)) == 12
 
 
-def test_case_29_a_signal_to_the_whole_group_twice_is_one_drain(tmp_path: Path) -> None:
-    source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
-    process = runs.start(source, out, *SMALL, *FAULTS, own_group=True)
-    wait_for_receipts(out, process, 1)
-    os.killpg(process.pid, signal.SIGTERM)
-    os.killpg(process.pid, signal.SIGCONT)
-    os.killpg(process.pid, signal.SIGTERM)
-    ended = process.wait()
-    assert ended.code == 75, ended
-    assert 0 < balance(ended)[1] < 12
-    assert ended.err.count("stopped by SIGTERM; the same command goes on") == 1
-    assert runs.run(source, out, *SMALL, *FAULTS).code == 0
-    assert len(runs.check_images(out)) == 12
-
-
 def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     """Neither the rows of an hour each nor the grace of an hour are waited for."""
     source, out = slow(tmp_path / "m.parquet", 3, 3600), tmp_path / "out"

@@ -23,7 +23,7 @@ def test_what_is_measured(tmp_path: Path) -> None:
     for name in ("rows", "wall_s", "cpu_s"):
         values = [one[name] for one in samples]
         assert values == sorted(values)
-    assert found["most_resident_bytes"] >= found["resident_bytes"] > 20e6
+    assert found["most_own_bytes"] >= found["own_bytes"] > 20e6
     assert found["restart_s"] > 0
     assert "2,000 rows as webdataset" in ended.out
 

@@ -92,3 +92,15 @@ def test_reliability_is_what_the_figures_say() -> None:
         f"| {len(record['planted'])} | 1 |",
     ):
         assert text in README, text
+
+
+def test_a_long_run_is_as_flat_as_its_figures_say() -> None:
+    found = json.loads((runs.ROOT / "tests/figures/long.json").read_text())
+    memory = found["most_own_bytes"] / found["own_bytes"] - 1
+    cpu = found["last_cpu_ms"] / found["first_cpu_ms"] - 1
+    assert found["rows"] == 200_000
+    assert (memory <= 0.05, cpu <= 0.1, found["restart_s"] < 5) == (True, True, True)
+    text = " ".join(README.split())
+    assert f"grows by {memory:.1%} after".replace("%", " %") in text
+    assert f"CPU time a row by {cpu:.0%}".replace("%", " %") in text
+    assert f"claim after {found['restart_s']:.1f} s" in text

@@ -63,7 +63,7 @@ def test_a_soak_finds_a_planted_fault(tmp_path: Path) -> None:
         "main()"
     )
     report = tmp_path / "soak.json"
-    words = ["bench", "soak", "--kills", "200", "--formats", "parquet", "--json", str(report)]
+    words = ["bench", "soak", "--kills", "260", "--formats", "parquet", "--json", str(report)]
     command = [sys.executable, "-c", code, *words, "--folder", str(tmp_path / "work")]
     ended = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 1, ended.stderr

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from batchgen.engine import attention
 from batchgen.engine.tuning import UNCAPTURED, Tuning, decodes_that_pay, forecasts
 from batchgen.errors import UsageError
 from batchgen.generator import Context
@@ -71,6 +74,31 @@ def test_decoders_are_compiled_where_enough_images_are_left() -> None:
     assert decodes_that_pay(many) == {"1024x1024": "compiled"}
     sizes = {bucket(8, 8 * side): Work(100, 2_000) for side in range(50, 80)}
     assert decodes_that_pay(sizes) == {f"{8 * side}x{8 * side}": "regional" for side in range(50, 80)}
+
+
+def test_attention_kernels_that_do_not_work_are_left_out() -> None:
+    said: list[str] = []
+    context = Context(said.append, lambda name, value: value, {bucket(8): Work(10, 200)})
+    made = Tuning(Engine(), torch.device("cuda:0"), "a device", context)
+
+    def time(name: str, probe: object) -> float:
+        if name == "flash":
+            raise RuntimeError("no such kernel\nand more")
+        return 0.05
+
+    made._time = time
+    made.choose(bucket(8), 10**9, lambda: None)
+    assert said[:2] == [
+        "attention kernels flash do not work here (no such kernel)",
+        f"attention kernels: cudnn (an eager evaluation of {bucket(8)}: cudnn 50.0 ms)",
+    ]
+
+
+def test_flash_attention_3_is_tried_where_its_package_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert attention.present() == ("flash", "cudnn")
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert attention.present() == ("flash", "cudnn", "flash3")
 
 
 class TestSettled:

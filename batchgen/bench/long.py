@@ -44,7 +44,9 @@ class Sample:
     wall_s: float
     cpu_s: float
     """Of all threads."""
-    resident_bytes: int
+    own_bytes: int
+    """Resident memory that no file backs, and what of it is swapped out: pages of libraries come and go with what else
+    the machine does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,9 @@ class LongBench:
     first_cpu_ms: float
     """CPU milliseconds a row of the first tenth: what other programs do to the machine shows less in it."""
     last_cpu_ms: float
-    resident_bytes: int
-    """At the end of the first tenth."""
-    most_resident_bytes: int
+    own_bytes: int
+    """As in a sample, at the end of the first tenth."""
+    most_own_bytes: int
     """From then on."""
     restart_s: float
     """From the command to its first claim, with all these rows done."""
@@ -77,14 +79,14 @@ class LongBench:
 
     @property
     def growth(self) -> float:
-        """Of the resident memory after the first tenth."""
-        return self.most_resident_bytes / self.resident_bytes - 1
+        """Of the process's own memory after the first tenth."""
+        return self.most_own_bytes / self.own_bytes - 1
 
     def lines(self) -> Iterator[str]:
         yield f"{self.rows:,} rows as {self.output_format}, {self.cores} cores, load {self.load:.1f}"
         yield f"first tenth  {self.first_rows_s:7.0f} rows/s  {self.first_cpu_ms:6.2f} ms CPU a row"
         yield f"last tenth   {self.last_rows_s:7.0f} rows/s  {self.last_cpu_ms:6.2f} ms CPU a row"
-        yield f"resident     {self.resident_bytes / 1e6:7.0f} MB after a tenth, {self.growth:+.1%} at most from then on"
+        yield f"memory       {self.own_bytes / 1e6:7.0f} MB after a tenth, {self.growth:+.1%} at most from then on"
         yield f"restart      {self.restart_s:7.1f} s to the first claim, {self.rest_s:.1f} s more to the end"
 
 
@@ -104,8 +106,8 @@ def bench_long(num_rows: int, output_format: str, folder: Path | None = None) ->
         last_rows_s=_rows_s(*last),
         first_cpu_ms=_cpu_ms(*first),
         last_cpu_ms=_cpu_ms(*last),
-        resident_bytes=first[1].resident_bytes,
-        most_resident_bytes=max(one.resident_bytes for one in samples[_SAMPLES // 10 :]),
+        own_bytes=first[1].own_bytes,
+        most_own_bytes=max(one.own_bytes for one in samples[_SAMPLES // 10 :]),
         restart_s=restart_s,
         rest_s=rest_s,
         restart_peak_bytes=peak,
@@ -153,8 +155,9 @@ class _Meter(Quiet):
 
 
 def _sample(rows: int) -> Sample:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Sample(rows, time.monotonic(), time.process_time(), pages * resource.getpagesize())
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    own_kb = sum(int(status[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+    return Sample(rows, time.monotonic(), time.process_time(), own_kb * 1024)
 
 
 def _measure(manifest: Path, out: Path, num_rows: int, output_format: str) -> list[Sample]:

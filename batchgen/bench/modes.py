@@ -16,7 +16,7 @@ from batchgen.bench.architectures import ARCHITECTURES, Architecture, ensure_fol
 from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_s
 from batchgen.bench.surroundings import quieten, save, versions, workplace
 from batchgen.bench.workload import SIZES
-from batchgen.engine.attention import BACKENDS, attention
+from batchgen.engine.attention import attention, present
 from batchgen.engine.compiling import KERNELS, Compiler, mode_of
 from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.engine.graphs import GraphPool
@@ -204,7 +204,7 @@ def _add_times(settings: Settings, report: Report, job: Job, say: Say) -> None:
     wanted, engine = ARCHITECTURES[settings.arch], Engine(job)
     kernels: Sequence[str | None] = [None]
     if engine.device.type == "cuda":
-        kernels = list(BACKENDS) if job.engine.attention == "auto" else [job.engine.attention]
+        kernels = present() if job.engine.attention == "auto" else [job.engine.attention]
     for size, name in product(settings.batches, kernels):
         times = time_modes(engine, (size, wanted.side, wanted.side), wanted.guidance, name, settings.modes)
         report.times += times

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from batchgen.engine.attention import BACKENDS, attention
+from batchgen.engine.attention import attention, present
 from batchgen.engine.compiling import mode_named, mode_of
 from batchgen.errors import UsageError
 from batchgen.generator import Context
@@ -140,7 +140,7 @@ class Tuning:
         wanted = None if self._engine.attention == "auto" else self._engine.attention
         if self._is_cpu or (wanted and not self._is_auto):
             return Choice(wanted)
-        timed = {name: self._time(name, probe) for name in ([wanted] if wanted else BACKENDS)}
+        timed = dict(self._timed([wanted] if wanted else present(), probe))
         fastest = min(timed, key=lambda name: timed[name])
         times = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in timed.items())
         self._context.say(f"attention kernels: {fastest} (an eager evaluation of {bucket}: {times})")
@@ -150,6 +150,20 @@ class Tuning:
         self._forecasts = forecasts(work, bucket, timed[fastest], compile_s)
         modes = {str(one): told.mode for one, told in self._forecasts.items() if told.mode != "eager"}
         return Choice(fastest, modes, decodes_that_pay(work))
+
+    def _timed(self, names: Sequence[str], probe: Callable[[], object]) -> Iterator[tuple[str, float]]:
+        """Seconds of each kernel that works here. Raises what the last one raised if none does."""
+        num_timed = 0
+        for name in names:
+            try:
+                yield name, self._time(name, probe)
+                num_timed += 1
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except (RuntimeError, ValueError) as error:
+                if name == names[-1] and not num_timed:
+                    raise
+                self._context.say(f"attention kernels {name} do not work here ({str(error).strip().splitlines()[0]})")
 
     def _time(self, name: str, probe: Callable[[], object]) -> float:
         """Median seconds of an eager evaluation."""
