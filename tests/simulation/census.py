@@ -127,7 +127,7 @@ def main() -> None:
     with doubles.installed() as patch:
         patch.setattr(ledger, "_receipt", lru_cache(None)(ledger._receipt))
         patch.setattr(ledger, "_claim", lru_cache(None)(ledger._claim))
-        kinds = [(1, 16), (1024, 1)] if asked.record else [(asked.workers, asked.shards_each)]
+        kinds = [(1, 16), (1024, 2)] if asked.record else [(asked.workers, asked.shards_each)]
         found = [take_census(num, each, asked.format) for num, each in kinds]
     content = json.dumps([asdict(one) for one in found], indent=2)
     print(content)
