@@ -130,6 +130,15 @@ def test_who_gets_the_warning() -> None:
     assert (by_srun[-1], by_shell[-1]) == ("exec srun batchgen run --no-wait", "exec batchgen run --no-wait")
 
 
+@pytest.mark.parametrize(
+    ("gres", "is_several"),
+    [(None, False), ("gpu", False), ("gpu:1", False), ("gpu:h100:1,shard:8", False), ("lustre:4", False)]
+    + [("gpu:4", True), ("gpu:a100:2", True), ("gpu:a100:1,gpu:v100:1", True), ("gpu:a100:4(S:0-1)", True)],
+)
+def test_a_task_with_several_gpus_uses_all(gres: str | None, is_several: bool) -> None:
+    assert ("--gpus all" in lines(submission(gres=gres))[-1]) is is_several
+
+
 def test_caches_that_tasks_share() -> None:
     shared = [line for line in lines(submission()) if line.startswith("export ")]
     names = ("BATCHGEN_CACHE=/cache", "TORCHINDUCTOR_CACHE_DIR=/cache/inductor", "TRITON_CACHE_DIR=/cache/triton")

@@ -97,6 +97,7 @@ def array_script(submission: Submission, window: Window) -> str:
         ("signal", f"{'' if is_step else 'B:'}USR1@{slurm.warn_s}"),
     ]
     worker = [submission.program, "run", *map(shlex.quote, submission.words)]
+    worker += ["--gpus", "all"] if _num_gpus(slurm.gres or "") > 1 else []
     worker += ([] if slurm.wait else ["--no-wait"]) + (["--requeue"] if slurm.requeue else [])
     lines = [
         *_head(submission, submission.out.name, options, "%A_%a", slurm.options),
@@ -111,6 +112,12 @@ def array_script(submission: Submission, window: Window) -> str:
         "exec " + " ".join([*_srun(slurm), *_container(slurm), *worker]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _num_gpus(gres: str) -> int:
+    """GPUs of a node that a list such as "gpu:a100:4,shard:8" asks for."""
+    asked = [one.split("(")[0].split(":") for one in gres.split(",")]
+    return sum(int(words[-1]) if words[-1].isdecimal() else 1 for words in asked if words[0] == "gpu")
 
 
 def finish_script(submission: Submission) -> str:
