@@ -194,6 +194,7 @@ def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ended.err.count("another takes its place") == 2
     assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
     assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
+    assert len(list(out.glob(".run/starts/*.ended"))) == 1  # A start for nothing, as one process's would be.
 
 
 def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(
