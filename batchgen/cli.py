@@ -1,4 +1,4 @@
-"""The command line: with `console`, the only place that prints and exits."""
+"""The command line. Only this module, `console`, `saying` and the modules of single commands print and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that work say, and how they end. Beside `cli`, the only place that prints and exits."""
+"""What the commands that work say, and how they end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def work(
         try:
             with starts.noting():
                 ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
-                starts.end(is_early=ending.exit_code == Interrupted.exit_code)
+                starts.end(is_early=ending.exit_code not in (0, 3))
         except Stopped:
             end_idle(directory, stop.signal_name, on_ended)
         except StopNow:

@@ -25,7 +25,7 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
 from batchgen.marker import SUCCESS, put_marker
-from batchgen.mending import content_of, mend, sweep_mended
+from batchgen.mending import content_of, mend, read_row_table, sweep_mended
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import REJECTED
@@ -115,7 +115,7 @@ def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], l
     for receipt in receipts:
         path = ledger.table_path(receipt.shard, receipt.epoch)
         gone = pa.array(sorted(index.gone(receipt.shard)), pa.int32())
-        table = _counting(_read(path, ["position", "index", *_CHECKED]), gone)
+        table = _counting(read_row_table(path, ["position", "index", *_CHECKED]), gone)
         _check_files(run, index, ledger.receipt(receipt.shard, receipt.epoch) or receipt, table)
         paths.append((path, gone))
         positions.append(table["position"].to_numpy())
@@ -125,14 +125,6 @@ def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], l
 def _counting(table: pa.Table, gone: pa.Array) -> pa.Table:
     """The rows of a row table but for those that a later plan has."""
     return table.filter(pc.invert(pc.is_in(table["index"], gone))) if len(gone) else table
-
-
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    try:
-        with resumable(path):
-            return pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
 
 
 def _check_files(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table) -> None:
@@ -183,9 +175,9 @@ def _in_order(sources: _Sources, scratch: Path) -> Iterator[pa.Table]:
         yield row_table_schema([]).empty_table()
         return
     bounds = part_bounds(np.arange(len(sources.positions) + 1))
-    spilled = Reorder(scratch, _read(sources.paths[0][0]).schema, bounds)
+    spilled = Reorder(scratch, read_row_table(sources.paths[0][0]).schema, bounds)
     for path, gone in sources.paths:
-        table = _counting(_read(path), gone)
+        table = _counting(read_row_table(path), gone)
         spilled.add(table, sources.ranks(table))
     yield from spilled.parts()
 
@@ -244,7 +236,7 @@ def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
         if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
             remove(work / name)
     for folder in (run.root / "claims", run.root / "receipts", run.plans):
-        names = run.files.names(folder)
+        names = frozenset(run.files.names(folder))
         for name in names:
             is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in names
             number, dash, _ = name.partition("-")

@@ -79,8 +79,8 @@ class Crew:
     """The processes of one run.
 
     A process that crashes (a signal, a lost GPU, a bug) is replaced: until `run.max_deaths` in a row of its seat have
-    ended without a commit, or twice as many in the last seat that is left. So a broken GPU alone never makes a row
-    fail while others are sound, and a row that ends every process does fail.
+    ended without a commit, or one more than twice as many in the last seat that is left. So a broken GPU alone never
+    makes a row fail while others are sound, and a row that ends every process does fail.
     """
 
     def __init__(self, seats: tuple[Seat, ...], task: Task, stop: Stop, progress: Progress) -> None:
@@ -206,7 +206,7 @@ class Crew:
         assert ledger.owner is not None
         made = failed = settled = 0
         for one in ledger.committed(index.shards):
-            settled += len(one.ok) + len(one.failed)
+            settled += len(index.rows(one.shard).intersection((*one.ok, *one.failed)))
             if child.wrote(one, ledger.owner):
                 made, failed = made + len(one.ok), failed + len(one.failed)
         self._progress.count(made - child.made, failed - child.failed)

@@ -49,7 +49,7 @@ class _Slot:
 
 def content_of(run: RunDirectory, index: PlanIndex, receipt: Receipt, made: pa.Table) -> Content:
     """Size and digest of a part as the plans leave it; `made` are its rows that count."""
-    plans = _plans(index, receipt)
+    plans = index.takers(receipt)
     if not plans:
         return Content(receipt.part_bytes, receipt.part_sha256)
     if not Path(receipt.part).suffix:
@@ -66,14 +66,9 @@ def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
     """
     for shard in sorted({one.shard for one in index.replaced}):
         for receipt in ledger.state(shard).committed:
-            if receipt.part and _plans(index, receipt):
+            if receipt.part and index.takers(receipt):
                 publish(run, receipt)
                 _mend(run, index, ledger, receipt)
-
-
-def _plans(index: PlanIndex, receipt: Receipt) -> list[int]:
-    """The plans that took rows from a part, ascending."""
-    return sorted({one.plan for one in index.replaced if one.shard == receipt.shard and one.touches(receipt.ok)})
 
 
 def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> None:
@@ -85,7 +80,7 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
     if not path.suffix:
         _thin_out(run, path, {Path(name).name for name in table["file_name"].to_pylist()}, ledger, receipt)
         return
-    *earlier, last = _plans(index, receipt)
+    *earlier, last = index.takers(receipt)
     for plan in earlier:
         _overtake(run, receipt, plan)
     slot_path = _slot_path(run, receipt, last)
@@ -98,7 +93,7 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
 
 def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:
     """Remove what later plans have from an image folder; what never was the part's is left to `verify`."""
-    whole = pq.read_table(ledger.table_path(receipt.shard, receipt.epoch), columns=["file_name"])
+    whole = read_row_table(ledger.table_path(receipt.shard, receipt.epoch), ["file_name"])
     own = {Path(name).name for name in whole["file_name"].to_pylist() if name}
     for name in run.files.names(folder):
         if name in own - keep:
@@ -173,13 +168,17 @@ def _whole_images(path: Path, wanted: Mapping[str, dict[str, Any]]) -> Iterator[
 
 def part_table(ledger: Ledger, receipt: Receipt, made: frozenset[int]) -> pa.Table:
     """Those rows of a part's row table that were made and count, in the part's order."""
-    path = ledger.table_path(receipt.shard, receipt.epoch)
+    table = read_row_table(ledger.table_path(receipt.shard, receipt.epoch))
+    return table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
+
+
+def read_row_table(path: Path, columns: list[str] | None = None) -> pa.Table:
+    """The row table of a committed part. Raises BatchgenError if it cannot be read."""
     try:
         with resumable(path):
-            table = pq.read_table(path)
-    except (OSError, ValueError) as error:
+            return pq.read_table(path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
         raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
-    return table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
 
 
 def sweep_mended(run: RunDirectory, index: PlanIndex) -> None:

@@ -135,6 +135,18 @@ class PlanIndex:
             found[one.shard] = found.get(one.shard, frozenset()) | frozenset(indices(one.rows))
         return found
 
+    def takers(self, receipt: Receipt) -> list[int]:
+        """The plans that took over rows that a receipt made, ascending."""
+        return sorted({one.plan for one in self._replaced.get(receipt.shard, ()) if one.touches(receipt.ok)})
+
+    @cached_property
+    def _replaced(self) -> Mapping[int, Sequence[Replaced]]:
+        """By shard."""
+        found: dict[int, list[Replaced]] = {}
+        for one in self.replaced:
+            found.setdefault(one.shard, []).append(one)
+        return found
+
     def rows(self, shard: int) -> frozenset[int]:
         """Rows of a shard that no later plan has."""
         return frozenset(range(self.shard_rows[shard - self.first_shard])) - self.gone(shard)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from batchgen.saying import say
 from batchgen.wording import counted
 
 
@@ -27,7 +28,7 @@ def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
         model = load_job(None, overrides).model.model_copy(update={"path": model_or_job})
     fetched = fetch_model(model)
     if fetched.note:
-        click.echo(f"note: {fetched.note}", err=True)
+        say(f"note: {fetched.note}")
     what = f"{counted(fetched.num_files, 'file')}, {fetched.num_bytes / 1e9:.2f} GB"
     commit = f", commit {fetched.folder.commit}" if fetched.folder.commit else ""
     click.echo(f"{model.path}: {what}{commit}\n{fetched.folder.path}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from batchgen.appending import append_rows
 from batchgen.disk import remove
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS
 from batchgen.mending import content_of, mend, part_table, rewrite
@@ -47,6 +47,8 @@ def _restore(run: RunDirectory, index: PlanIndex, ledger: Ledger, one: Checked) 
     try:
         table = part_table(ledger, receipt, made)
         is_same = rewrite(run, index, receipt, table, temp) == content_of(run, index, receipt, table)
+    except Interrupted:
+        raise
     except BatchgenError:
         return False
     if is_same:

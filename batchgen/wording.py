@@ -10,6 +10,11 @@ def shorten(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says that is not empty, else its name."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def listed(names: Sequence[str], count: int | None = None) -> str:
     """The first names of `count` (else of all), at most 30, and the number of the others: "a, b and 3 more"."""
     shown = names[:30]

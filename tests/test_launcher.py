@@ -110,6 +110,18 @@ def test_case_27_a_row_that_ends_every_process(tmp_path: Path, workers: int) -> 
     assert ended.err.count("was killed by SIGKILL") == 2
 
 
+def test_a_row_that_ends_every_process_again_when_it_is_tried_again(tmp_path: Path) -> None:
+    """What an earlier plan settled of it does not count for the later one."""
+    rows = [{"id": f"row-{n}", "prompt": "fault: exit" if n == 1 else "a fox"} for n in range(3)]
+    source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
+    options = (*FAULTS, "--set", "run.max_deaths=1", "--workers", 1)
+    assert runs.run(source, out, *options).code == 3
+    assert runs.batchgen("retry", out, "--plan-only").code == 0
+    ended = runs.run(source, out, *options)
+    assert (ended.code, ended.closing_line) == (3, "3 rows = 2 done + 1 failed + 0 rejected + 0 outstanding"), ended
+    assert ended.err.count("another takes its place") == 2
+
+
 def test_a_signal_drains_all(tmp_path: Path) -> None:
     """Rows of ten minutes are dropped within the grace, by both; the command ends after them and says 75."""
     source, out = slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
@@ -182,6 +194,7 @@ def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ended.err.count("another takes its place") == 2
     assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
     assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
+    assert len(list(out.glob(".run/starts/*.ended"))) == 1  # A start for nothing, as one process's would be.
 
 
 def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(

@@ -13,7 +13,7 @@ import webdataset
 
 from batchgen import formats
 from batchgen.appending import failed, job_of
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
 from batchgen.mending import mend
@@ -175,6 +175,23 @@ def test_a_part_that_does_not_come_out_as_it_was_is_made_again(
     spelled = formats.without_nulls
     monkeypatch.setattr(formats, "without_nulls", lambda sample: spelled(sample) | {"version": 2})
     assert len(mended(run)) == len(receipt.ok)
+
+
+def test_a_disk_that_refuses_is_no_reason_to_make_a_part_again(
+    whole: dict[str, Path], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(memory / "run")
+    shutil.copytree(whole["webdataset"], run.path)
+    part = run.data / next(Ledger(run.root, run.files).committed([0])).part
+    part.write_bytes(part.read_bytes().replace(b'"asked_width"', b'"ASKED_WIDTH"'))
+
+    def full(*arguments: object) -> None:
+        raise Interrupted("the disk is full")
+
+    monkeypatch.setattr("batchgen.repairing.rewrite", full)
+    with pytest.raises(Interrupted, match="the disk is full"):
+        repair(run, verify(run).damaged)
+    assert run.index().number == 0
 
 
 def test_what_never_was_the_runs_is_left_alone(run: RunDirectory) -> None:

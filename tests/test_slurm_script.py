@@ -133,15 +133,8 @@ def test_who_gets_the_warning() -> None:
 @pytest.mark.parametrize(
     ("gres", "is_several"),
     [
-        (None, False),
-        ("gpu", False),
-        ("gpu:1", False),
-        ("gpu:h100:1,shard:8", False),
-        ("lustre:4", False),
-        ("gpu:4", True),
-        ("gpu:a100:2", True),
-        ("gpu:a100:1,gpu:v100:1", True),
-        ("gpu:a100:4(S:0-1)", True),
+        *((gres, False) for gres in (None, "gpu", "gpu:1", "gpu:h100:1,shard:8", "lustre:4")),
+        *((gres, True) for gres in ("gpu:4", "gpu:a100:2", "gpu:a100:1,gpu:v100:1", "gpu:a100:4(S:0-1)")),
     ],
 )
 def test_a_task_with_several_gpus_uses_all(gres: str | None, is_several: bool) -> None:

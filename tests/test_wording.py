@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.wording import listed, shorten, with_more
+from batchgen.wording import first_line, listed, shorten, with_more
 
 
 @given(st.text(max_size=200), st.integers(1, 100))
@@ -18,3 +18,8 @@ def test_a_text_keeps_its_beginning_and_says_that_it_was_cut(text: str, most: in
 def test_lists_say_how_many_they_leave_out() -> None:
     assert [listed(["a", "b"], count) for count in (2, 5)] == ["a, b", "a, b and 3 more"]
     assert [with_more(["a", "b"], count) for count in (2, 5)] == [["a", "b"], ["a", "b", "  … and 3 more"]]
+
+
+def test_an_error_is_told_by_its_first_line_or_its_name() -> None:
+    errors = [ValueError("\n  one\ntwo"), RuntimeError(), RuntimeError(" \n")]
+    assert [first_line(error) for error in errors] == ["one", "RuntimeError", "RuntimeError"]

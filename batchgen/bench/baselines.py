@@ -20,6 +20,7 @@ import torch
 from batchgen.bench.figures import rate, spread
 from batchgen.bench.workload import Wanted
 from batchgen.models.facts import SAMPLERS
+from batchgen.wording import first_line
 
 Say = Callable[[str], None]
 TRIED_BATCHES = (4, 8, 16, 32)
@@ -106,7 +107,7 @@ class Diffusers:
             try:
                 tried.append(self._timed("best", in_batches(rows, size), self.sample))
             except torch.OutOfMemoryError as error:
-                self.say(f"  batch {size} does not fit: {str(error).splitlines()[0]}")
+                self.say(f"  batch {size} does not fit: {first_line(error)}")
                 break
         return tried
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,8 +96,8 @@ def bench_long(num_rows: int, output_format: str, folder: Path | None = None) ->
     with tempfile.TemporaryDirectory(dir=folder, prefix="batchgen-bench-") as scratch:
         manifest, out = Path(scratch) / "manifest.parquet", Path(scratch) / "out"
         write_manifest(manifest, num_rows + max(1, int(num_rows * _LEFT)))
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            samples = pool.apply(_measure, (manifest, out, num_rows, output_format))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            samples = pool.submit(_measure, manifest, out, num_rows, output_format).result()
         restart_s, rest_s, peak = _go_on(manifest, out, output_format)
     first, last = (samples[0], samples[_SAMPLES // 10]), (samples[-1 - _SAMPLES // 10], samples[-1])
     return LongBench(
@@ -150,8 +151,8 @@ class _Meter(Quiet):
         self._made += made
         while len(self.samples) <= _SAMPLES and self._made >= len(self.samples) * self._num_rows // _SAMPLES:
             self.samples.append(_sample(self._made))
-        if self._made >= self._num_rows and self._stop.since is None:
-            self._stop.since = self._stop.clock()
+        if self._made >= self._num_rows:
+            self._stop.ask("the bench")
 
 
 def _sample(rows: int) -> Sample:

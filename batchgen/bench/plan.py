@@ -8,6 +8,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,8 +67,8 @@ def bench_plan(num_rows: int, folder: Path | None = None) -> PlanBench:
     with tempfile.TemporaryDirectory(dir=folder, prefix="batchgen-bench-") as scratch:
         manifest = Path(scratch) / "manifest.parquet"
         write_manifest(manifest, num_rows)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_measure, (manifest, Path(scratch) / "plan"))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_measure, manifest, Path(scratch) / "plan").result()
 
 
 def write_manifest(path: Path, num_rows: int) -> None:

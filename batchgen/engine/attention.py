@@ -10,6 +10,8 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from batchgen.errors import UsageError
+
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,6 +43,11 @@ def attention(name: str | None, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _flash3() -> Iterator[None]:
+    if "flash3" not in present():
+        raise UsageError(
+            "engine.attention = 'flash3' needs the package flash_attn_3 and a torch that can use it, and this "
+            "installation lacks one of them; install it, or take flash or cudnn"
+        )
     torch_attention.activate_flash_attention_impl("FA3")
     try:
         with sdpa_kernel(_FALLBACKS, set_priority=True):

@@ -15,6 +15,7 @@ from batchgen.engine.graphs import GraphPool, reserved_bytes
 from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
 from batchgen.records import Pixels
+from batchgen.wording import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Decoder:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:  # whatever torch.compile and capture raise: there is another way to decode
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 self._say(f"decoding does not work {mode} here ({type(error).__name__}: {reason}); it runs eager")
                 self._instead[mode] = "eager"
         return self._ready[place]

@@ -33,6 +33,7 @@ from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
 from batchgen.version import VERSION
+from batchgen.wording import first_line
 
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
     "StableDiffusionPipeline": sd.load,
@@ -211,10 +212,10 @@ class Engine:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error).splitlines()[0]) from error
+            raise OutOfMemory(first_line(error)) from error
         except torch.AcceleratorError as error:
             raise DeviceLost(
-                f"{self.versions['device']} reports: {str(error).splitlines()[0]}. Everything committed is kept; "
+                f"{self.versions['device']} reports: {first_line(error)}. Everything committed is kept; "
                 "run the same command again"
             ) from error
 
@@ -274,7 +275,7 @@ def find_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:
         num_gpus = torch.cuda.device_count()
         there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
     return device
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.models.facts import Facts
+from batchgen.wording import first_line
 
 Scheduler = Any
 """A diffusers scheduler; the library is untyped."""
@@ -90,7 +91,7 @@ class Samplers:
         try:
             return getattr(diffusers, facts.scheduler).from_config(self._own.config, **facts.options)
         except (ImportError, NotImplementedError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise UsageError(f"sampler {name!r} cannot be made of this model's scheduler: {reason}") from None
 
 

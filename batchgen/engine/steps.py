@@ -21,6 +21,7 @@ from batchgen.generator import Context, Dropped
 from batchgen.models.family import Conditioning, Family, Network
 from batchgen.models.transfer import Mark
 from batchgen.records import Bucket, Row
+from batchgen.wording import first_line
 
 LEAD_S = 2.0
 """Work that may be queued beyond the evaluation the device is at: what the host has for everything else between two
@@ -138,7 +139,7 @@ class Steps:
             except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run
                 kernels, is_captured = mode_of(mode)
                 instead = "graph" if is_captured and kernels != "eager" else "eager"
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                reason = first_line(error)
                 self._say(f"{bucket}: {mode} does not work here ({type(error).__name__}: {reason}); it runs {instead}")
                 self._broken[bucket] = mode = instead
         else:

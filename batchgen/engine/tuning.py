@@ -24,7 +24,7 @@ from batchgen.generator import Context
 from batchgen.job import Engine
 from batchgen.models.transfer import Mark
 from batchgen.records import Bucket, Work
-from batchgen.wording import listed
+from batchgen.wording import first_line, listed
 
 SHARES = {"eager": 1.0, "regional": 0.74, "compiled": 0.69}
 """Of the seconds of an eager evaluation, by kernels: SD1.5 at 512x512, 64 rows of the network, one H200, torch 2.11. By
@@ -163,7 +163,7 @@ class Tuning:
             except (RuntimeError, ValueError) as error:
                 if name == names[-1] and not num_timed:
                     raise
-                self._context.say(f"attention kernels {name} do not work here ({str(error).strip().splitlines()[0]})")
+                self._context.say(f"attention kernels {name} do not work here ({first_line(error)})")
 
     def _time(self, name: str, probe: Callable[[], object]) -> float:
         """Median seconds of an eager evaluation."""

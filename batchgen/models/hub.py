@@ -10,6 +10,7 @@ from pathlib import Path
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models.layouts import FAMILIES
+from batchgen.wording import first_line
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -27,7 +28,7 @@ def cached(model: Model) -> Path:
     except Exception as error:  # which ones there are differs between the hub package's versions
         raise UsageError(
             f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE} "
-            f"({_first_line(error)}); fetch it once, where there is a network: {prefetch_command(model)}"
+            f"({first_line(error)}); fetch it once, where there is a network: {prefetch_command(model)}"
         ) from None
 
 
@@ -48,7 +49,7 @@ def fetch(model: Model) -> str:
         _snapshot(model, is_local=False)
     except Exception as error:
         raise UsageError(
-            f"model {model.path!r} could not be fetched as a whole: {_first_line(error)}; the same command goes on"
+            f"model {model.path!r} could not be fetched as a whole: {first_line(error)}; the same command goes on"
         ) from None
     cached.cache_clear()
     return ""
@@ -81,12 +82,8 @@ def _refusal(model: Model) -> str:
     try:
         HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
-        return _first_line(error)
+        return first_line(error)
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def file_patterns(variant: str | None) -> Iterable[str]:
