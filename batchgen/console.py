@@ -48,7 +48,7 @@ def work(
         try:
             with starts.noting():
                 ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
-                starts.end(is_early=ending.exit_code not in (0, 3))
+                starts.end(is_early=ending.is_early)
         except Stopped:
             end_idle(directory, stop.signal_name, on_ended)
         except StopNow:

@@ -26,7 +26,7 @@ from batchgen.wording import counted
 
 POLL_S = 0.1
 END_S = 30.0
-"""Beyond the grace, until a worker that was asked to stop is killed."""
+"""Until a worker is asked to stop that has nothing left to do; beyond the grace, until one that was asked is killed."""
 AT_ONCE_S = 10.0
 """The same for one that was asked a second time."""
 _CODES = (BatchgenError.exit_code, UsageError.exit_code, Interrupted.exit_code)
@@ -95,6 +95,8 @@ class Crew:
         self._at_work: dict[Seat, Child] = {}
         self._told_s: float | None = None
         """When the processes were told to stop."""
+        self._settled_s: float | None = None
+        """When a process had nothing left to wait for: all rows were settled."""
 
     def work(self) -> int:
         """Until every process has ended and none is to replace it; the worst exit code that a seat was left with.
@@ -149,9 +151,12 @@ class Crew:
             self._progress.say(f"{seat.name}: {line}")
 
     def _pass_on(self) -> None:
-        """Tell the processes of a signal, and kill those that outlast it."""
+        """Tell the processes of a signal, or that nothing is left for those that do not see it, and kill those that
+        outlast it."""
         if self._stop.is_asked and self._told_s is None:
             self._tell(signal.Signals[self._stop.signal_name])
+        elif self._told_s is None and self._settled_s is not None and time.monotonic() - self._settled_s > END_S:
+            self._tell(signal.SIGTERM)
         limit_s = self._task.job.run.grace_s + END_S
         if self._told_s is not None and time.monotonic() - self._told_s > limit_s:
             self._kill(f"{limit_s:.0f} s after it was told to stop")
@@ -188,6 +193,8 @@ class Crew:
         code = child.process.returncode
         is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
         self._codes[seat] = BatchgenError.exit_code if is_crash else code
+        if code == 0 and self._task.may_wait and self._settled_s is None:
+            self._settled_s = time.monotonic()
         if code in (0, OUT_OF_TIME_CODE):
             return
         has_committed, num_left = self._settle(child)
@@ -201,16 +208,16 @@ class Crew:
             self._start(seat)
 
     def _settle(self, child: Child) -> tuple[bool, int]:
-        """Make the progress what the receipts say of a process; whether there is any, and how many rows none names."""
-        ledger, index = self._task.ledger, self._task.index
-        assert ledger.owner is not None
-        made = failed = settled = 0
-        for one in ledger.committed(index.shards):
-            settled += len(index.rows(one.shard).intersection((*one.ok, *one.failed)))
-            if child.wrote(one, ledger.owner):
+        """Make the progress what the receipts say of a process; whether there is any, and how many rows are left."""
+        ledger, index, me = self._task.ledger, self._task.index, self._task.ledger.owner
+        assert me is not None
+        made = failed = num_left = 0
+        for state in ledger.states(index.shards):
+            num_left += len(index.left(state))
+            for one in filter(lambda one: child.wrote(one, me), state.committed):
                 made, failed = made + len(one.ok), failed + len(one.failed)
         self._progress.count(made - child.made, failed - child.failed)
-        return made + failed > 0, index.num_rows - settled
+        return made + failed > 0, num_left
 
     def _limit(self) -> int:
         """Deaths of a seat after which it stays empty."""

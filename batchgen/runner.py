@@ -61,6 +61,12 @@ class Ending:
         """Whether the run was told to stop while rows were left that nobody else is making."""
         return bool(self.stopped_by) and self.balance.outstanding > self.balance.held
 
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended before all was done, by a signal, a crash or a mistake: not by a disk that refuses."""
+        is_refused = not self.stopped_by and self.worst == Interrupted.exit_code
+        return bool(self.balance.outstanding and self.exit_code) and not is_refused
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -73,6 +73,8 @@ class Verified:
 
 def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda images: None) -> Verified:
     """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
+    # Before plans and receipts are read: a running worker publishes nothing that they do not name by then.
+    there = set(run.files.names(run.data))
     index = run.index()
     ledger = Ledger(run.root, run.files)
     damaged: list[Checked] = []
@@ -91,7 +93,7 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
     faults = [fault for one in damaged for fault in one.faults]
     faults += [Fault(name, "", 0, what) for name, what in damaged_files(run)]
     for name in run.files.names(run.data):
-        if name not in known:
+        if name in there - known:
             faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it", is_curable=False))
     return Verified(num_images, tuple(faults), tuple(damaged))
 

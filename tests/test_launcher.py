@@ -98,6 +98,32 @@ def test_a_killed_worker_is_said_and_its_shard_taken_over(tmp_path: Path) -> Non
     assert not held or re.search(rf"shard \d+-0 is taken over: its process {first} on .* is gone", ended.err)
 
 
+def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one takes over its shard and ends; nothing is left to wait for."""
+    source, out = slow(tmp_path / "m.parquet", 6, 0.05), tmp_path / "out"
+    options = (*ONE_BY_ONE, *FAULTS, "--workers", 2, "--grace", "5.5", "--set", "run.stale_after_s=2")
+    process = runs.start(source, out, *options, puts={"batchgen.launcher:END_S": 1.0})
+    until(lambda: holders(out), process)
+    first = next(iter(holders(out).values()))
+    os.kill(first, signal.SIGSTOP)
+    ended = process.wait(PATIENCE_S)
+    check_all(out, ended, 6)
+    assert f"its process {first} is killed 6 s after it was told to stop" in ended.err
+    assert not start_time(first)
+
+
+def test_a_worker_that_dies_over_a_retried_row_is_replaced(tmp_path: Path) -> None:
+    """Rows that a later plan has taken over are settled by no receipt of the earlier one."""
+    rows = [{"id": f"row-{n}", "prompt": "fault: exit" if n == 3 else "a fox"} for n in range(8)]
+    source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
+    options = (*FAULTS, "--set", "run.max_deaths=1", "--workers", 1)
+    assert runs.run(source, out, *options).code == 3
+    assert runs.batchgen("retry", out, "--plan-only").code == 0
+    ended = runs.run(source, out, *options)
+    assert (ended.code, ended.closing_line) == (3, "8 rows = 7 done + 1 failed + 0 rejected + 0 outstanding"), ended
+    assert ended.err.count("another takes its place") == 2
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_case_27_a_row_that_ends_every_process(tmp_path: Path, workers: int) -> None:
     """One command comes to the end to which one worker comes by being started again and again."""
@@ -173,6 +199,7 @@ def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
     assert ended.code == 75, ended
     assert ended.err.count("the file would exceed the size limit") == 2
     assert "ended with code 75; no other takes its place; no worker left" in ended.err
+    assert not list((tmp_path / "out/.run/starts").iterdir())
     check_all(tmp_path / "out", runs.run(source, tmp_path / "out", *small, "--workers", 1), 8)
 
 
@@ -194,7 +221,7 @@ def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ended.err.count("another takes its place") == 2
     assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
     assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
-    assert len(list(out.glob(".run/starts/*.ended"))) == 1  # A start for nothing, as one process's would be.
+    assert len(list((out / ".run/starts").glob("*.ended"))) == 1
 
 
 def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(

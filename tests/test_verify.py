@@ -53,6 +53,21 @@ def test_a_whole_run_has_no_fault(run: RunDirectory) -> None:
     assert sum(counts) == 7
 
 
+def test_a_part_that_is_published_meanwhile_is_not_foreign(run: RunDirectory) -> None:
+    """Its receipt came after receipts were read."""
+    one = receipts(run)[-1]
+    receipt, part = run.root / "receipts" / one.stem, run.data / one.part
+    aside = receipt.rename(run.root / "aside-receipt"), part.rename(run.root / "aside-part")
+
+    def publish(images: int) -> None:
+        for path, place in zip(aside, (receipt, part), strict=True):
+            if path.exists():
+                path.rename(place)
+
+    assert not [one for one in verify(run, publish).faults if "foreign" in one.what]
+    assert part.exists()
+
+
 def truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
