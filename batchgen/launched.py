@@ -17,7 +17,7 @@ from typing import NoReturn, TextIO
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.job import Job
 from batchgen.ledger import Ledger
-from batchgen.owners import this_process
+from batchgen.owners import launched_process
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Task, work
 from batchgen.stopping import SIGNALS, Stop, StopNow, Stopped, listening
@@ -71,7 +71,7 @@ def main() -> NoReturn:
 
 def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
     run = RunDirectory(order.out)
-    ledger = Ledger(run.root, run.files, this_process())
+    ledger = Ledger(run.root, run.files, launched_process())
     task = Task(run, run.index(), order.job, ledger, order.left, order.num_others, order.may_wait, order.time_left)
     try:
         work(task, stop, reporter)

@@ -193,7 +193,7 @@ class Crew:
         code = child.process.returncode
         is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
         self._codes[seat] = BatchgenError.exit_code if is_crash else code
-        if code == 0 and self._task.may_wait and self._settled_s is None:
+        if code == 0 and self._settled_s is None and (self._task.may_wait or not self._settle(child)[1]):
             self._settled_s = time.monotonic()
         if code in (0, OUT_OF_TIME_CODE):
             return

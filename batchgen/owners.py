@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.slurm.environment import this_task
@@ -25,6 +25,9 @@ class Owner:
     job_id: str = ""
     """Slurm's, with the array task; empty elsewhere."""
     restart_count: int = 0
+    launcher_pid: int = 0
+    """Of the process that started it as one of several; 0 for one that stands alone."""
+    launcher_start_time: str = ""
 
 
 def this_process() -> Owner:
@@ -40,6 +43,12 @@ def this_process() -> Owner:
         job_id=task.name,
         restart_count=task.restart_count,
     )
+
+
+def launched_process() -> Owner:
+    """The running process as `this_process`, started by its parent as one of several workers."""
+    launcher = os.getppid()
+    return replace(this_process(), launcher_pid=launcher, launcher_start_time=start_time(launcher))
 
 
 _ended: set[str] = set()

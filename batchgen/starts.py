@@ -121,6 +121,7 @@ class Starts:
             claim = ledger.claimed(*place) if receipt is None or receipt.kind == ABANDONED else None
             if claim is not None:
                 yield _process(claim.owner)
+                yield claim.owner.boot_id, claim.owner.launcher_pid, claim.owner.launcher_start_time
 
     def _forget(self, path: Path) -> None:
         self.run.files.remove(path)

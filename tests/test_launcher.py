@@ -98,16 +98,17 @@ def test_a_killed_worker_is_said_and_its_shard_taken_over(tmp_path: Path) -> Non
     assert not held or re.search(rf"shard \d+-0 is taken over: its process {first} on .* is gone", ended.err)
 
 
-def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("waits", [(), ("--no-wait",)])
+def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """The other one takes over its shard and ends; nothing is left to wait for."""
-    source, out = slow(tmp_path / "m.parquet", 6, 0.05), tmp_path / "out"
-    options = (*ONE_BY_ONE, *FAULTS, "--workers", 2, "--grace", "5.5", "--set", "run.stale_after_s=2")
+    source, out = slow(tmp_path / "m.parquet", 12, 0.5), tmp_path / "out"
+    options = (*ONE_BY_ONE, *FAULTS, *waits, "--workers", 2, "--grace", "5.5", "--set", "run.stale_after_s=2")
     process = runs.start(source, out, *options, puts={"batchgen.launcher:END_S": 1.0})
     until(lambda: holders(out), process)
     first = next(iter(holders(out).values()))
     os.kill(first, signal.SIGSTOP)
     ended = process.wait(PATIENCE_S)
-    check_all(out, ended, 6)
+    check_all(out, ended, 12)
     assert f"its process {first} is killed 6 s after it was told to stop" in ended.err
     assert not start_time(first)
 

@@ -89,9 +89,13 @@ def test_nothing_is_told_while_somebody_is_at_work(run: RunDirectory) -> None:
     assert len(names(run)) == MOST + 1
 
 
-def test_deaths_over_a_shard_do_not_count(run: RunDirectory) -> None:
+WORKER = replace(GONE, pid=GONE.pid + 1, launcher_pid=GONE.pid, launcher_start_time=GONE.start_time)
+
+
+@pytest.mark.parametrize("dead", [GONE, WORKER], ids=["alone", "with its launcher"])
+def test_deaths_over_a_shard_do_not_count(run: RunDirectory, dead: Owner) -> None:
     leave(run, GONE)
-    assert Ledger(run.root, run.files, GONE).claim(0, 0)
+    assert Ledger(run.root, run.files, dead).claim(0, 0)
     assert Ledger(run.root, run.files, this_process()).abandon(0, 0)
     Starts(run).begin(balance(run))
     assert len(names(run)) == MOST + 1
