@@ -40,7 +40,9 @@ def cli() -> None:
 )
 @click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
 @click.option("--extend", is_flag=True, help="Append the rows that MANIFEST has more than the run.")
-@click.option("--requeue", is_flag=True, help="In a job of Slurm: queue it again if its time does not suffice.")
+@click.option(
+    "--requeue", is_flag=True, help="In a Slurm job: queue it again if its time is over or another job takes its place."
+)
 @click.option("--gpus", metavar="all|N|0,2", help="A worker process on each of these GPUs [default: one, in here].")
 @click.option("--workers", type=click.IntRange(min=1), help="So many worker processes on the job's device.")
 def run(
@@ -166,7 +168,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from batchgen.verify import verify as verify_run
 
     if plan_only and not repair:
-        raise UsageError("--plan-only says what --repair does not do; give both")
+        raise UsageError("--plan-only appends the plan that --repair works off, and stops; give both")
     run = RunDirectory(directory)
     with tqdm(unit="img", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         found = verify_run(run, bar.update)

@@ -181,7 +181,7 @@ class Slurm(_Table):
     wait: bool = False
     """Whether a worker that finds only rows held by others waits to take over from one that falls silent."""
     requeue: bool = False
-    """Whether a task that the time limit ends puts itself into the queue again."""
+    """Whether a task puts itself into the queue again when its time is over or another job takes its place."""
     cache: _Line | None = None
     """Folder for compiled kernels and measured costs that all tasks share; None: this user's own."""
     options: _Lines = ()

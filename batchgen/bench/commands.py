@@ -158,11 +158,23 @@ def modes(arch: str, batches: str, modes: str | None, captured: int | None, **op
 
 
 @bench.command()
-@click.option("--kills", type=click.IntRange(min=1), default=500, show_default=True)
+@click.option(
+    "--kills",
+    type=click.IntRange(min=1),
+    default=500,
+    show_default=True,
+    help="At least; a run directory that is begun is ended.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
 @click.option("--workers", default="1-4", show_default=True, help="On one run directory, fewest and most.")
-@click.option("--rows", type=click.IntRange(min=1), default=240, show_default=True, help="Of each run directory.")
-@click.option("--formats", default="files,parquet,webdataset", show_default=True)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=1),
+    default=240,
+    show_default=True,
+    help="Of each run directory, but for the first few.",
+)
+@click.option("--formats", default="files,parquet,webdataset", show_default=True, help="Of the images.")
 @_JSON_FILE
 @_FOLDER
 def soak(kills: int, seed: int, workers: str, rows: int, formats: str, **options: Any) -> None:

@@ -94,7 +94,7 @@ class Report:
         )
         places = [count for steps in self.steps.values() for sides in steps.values() for count in sides]
         return [
-            f"{self.kills} kills over {self.run_directories} run directories in {self.seconds:.0f} s: {signals}",
+            f"kills: {self.kills:,}, run directories: {self.run_directories:,}, {self.seconds:.0f} s: {signals}",
             f"SIGKILL came at {sum(map(bool, places))} of the {len(places)} places before and after a step; "
             f"SIGTERM was obeyed in {self.longest_drain_s:.1f} s at most",
             f"{self.rows} rows, {self.rows_made} made: "

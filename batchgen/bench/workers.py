@@ -26,6 +26,7 @@ from batchgen.ledger import Ledger
 from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
+from batchgen.wording import counted
 
 Say = Callable[[str], None]
 
@@ -87,7 +88,7 @@ def _run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say)
         raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")
     measured = measure(out, whole_s)
     say(
-        f"{measured.workers} workers: {measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s, "
+        f"{counted(measured.workers, 'worker')}: {measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s, "
         f"{measured.images_of_each} images each; {whole_s:.1f} s in all"
     )
     return measured
@@ -143,8 +144,10 @@ def bench_workers(
 def _build(arch: str, folder: Path) -> None:
     """In a process of its own, which gives the GPU back."""
     from batchgen.bench.architectures import ensure_folder
+    from batchgen.bench.surroundings import quieten
     from batchgen.engine.engine import find_device
 
+    quieten()
     ensure_folder(arch, folder, find_device(None), False, print)
 
 

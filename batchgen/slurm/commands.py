@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     help="Instead of MANIFEST: send tasks for what is left of a run.",
 )
 @with_job_options
-@click.option("--requeue", is_flag=True, help="Tasks that the time limit ends put themselves into the queue again.")
+@click.option(
+    "--requeue",
+    is_flag=True,
+    help="Tasks whose time is over, or whose place another job takes, queue themselves again.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the scripts; write and submit nothing.")
 def submit(
     manifest: tuple[str, ...], out: Path | None, resume: Path | None, requeue: bool, dry_run: bool, **options: Any
