@@ -231,7 +231,7 @@ def test_a_folder_without_its_second_encoder(tmp_path: Path) -> None:
     (place / "text_encoder_2/model.safetensors").unlink()
     ended = runs.run(runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out", model=place)
     assert ended.code == 2
-    assert ended.err.strip().endswith("text_encoder_2 lacks model.safetensors; download the folder again, whole")
+    assert ended.err.strip().endswith("text_encoder_2 lacks model.safetensors; download it again, whole")
     assert not (tmp_path / "out").exists()
 
 

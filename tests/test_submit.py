@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batchgen.job import load_job
+from batchgen.ledger import Ledger
+from batchgen.owners import this_process
 from batchgen.progress import Quiet
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
@@ -158,11 +160,10 @@ def test_held_shards_are_not_sent_for_again(slurm: Fakes, tmp_path: Path) -> Non
     submit(prompts(3), "-o", "out")
     run = RunDirectory(tmp_path / "out")
     claims = run.root / "claims"
-    claims.mkdir()
-    for shard in range(3):
-        owner = {"token": "f" * 16, "host": "n7", "boot_id": "x", "pid_namespace": "x", "pid": 1, "start_time": "1"}
-        claim = {**owner, "job_id": "7_3", "restart_count": 0, "shard": shard, "epoch": 0}
-        (claims / f"0000{shard}-0").write_text(json.dumps(claim))
+    owner = replace(this_process(), host="n7", boot_id="another", job_id="7_3")
+    ledger = Ledger(run.root, run.files, owner)
+    ledger.make_folders()
+    assert all(ledger.claim(shard, 0) for shard in range(3))
     ended = runs.batchgen("submit", "--resume", "out")
     assert (ended.code, len(slurm.calls("sbatch"))) == (0, 2)
     assert "1 row of shard 00000-0 held by job 7_3 on n7, heard 0 s ago (thought dead after 600 s)" in ended.err

@@ -364,7 +364,7 @@ def sweep_before_receipt(patch: pytest.MonkeyPatch) -> None:
 
 @plant("receipts read twice by finalize")
 def receipts_read_twice(patch: pytest.MonkeyPatch) -> None:
-    def sources(run: Any, receipts: Any, ledger: Ledger) -> Any:
-        return work.sources(run, tuple(ledger.committed(run.index().shards)), ledger)
+    def sources(run: Any, index: Any, receipts: Any, ledger: Ledger) -> Any:
+        return work.sources(run, index, tuple(ledger.committed(index.shards)), ledger)
 
     patch.setattr(finalize, "_sources", sources)
