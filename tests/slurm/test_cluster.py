@@ -86,8 +86,9 @@ def slurm() -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What jobs inherit: this batchgen, and no other's cache."""
+def environment(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What jobs inherit: this batchgen, and no other's cache. Both nodes are free, whatever the test before did."""
+    wait_for(lambda: set(slurm.ask("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"}, slurm.logs)
     monkeypatch.setenv("PYTHONPATH", str(runs.ROOT))
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
