@@ -97,7 +97,7 @@ def test_case_28_a_signal_in_the_middle_of_denoising(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signal.Signals) -> None:
     """With SIGCONT around and between: one drain, nothing is dropped."""
-    source, out = slow(tmp_path / "m.parquet", 12, 0.3), tmp_path / "out"
+    source, out = slow(tmp_path / "m.parquet", 4, 3), tmp_path / "out"
     process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, own_group=True)
     wait_for_work(out, process)
     for one in (signal.SIGCONT, number, signal.SIGCONT, number, signal.SIGCONT):
@@ -109,7 +109,7 @@ def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signa
     assert "at once" not in ended.err
     assert "dropped" not in ended.err
     assert runs.run(source, out, *ONE_BY_ONE, *FAULTS).code == 0
-    assert len(runs.check_images(out)) == 12
+    assert len(runs.check_images(out)) == 4
 
 
 def warned(tmp_path: Path, *words: object, number: signal.Signals = signal.SIGUSR1) -> runs.Ended:

@@ -171,6 +171,7 @@ def test_a_second_signal_to_the_whole_group_stops_all_at_once(tmp_path: Path) ->
     process = runs.start(source, out, *options, own_group=True)
     until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
+    time.sleep(1.0)  # From the claim to the first batch: before it a worker has nothing to finish.
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(2.2)
     assert process.is_running
