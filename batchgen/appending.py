@@ -23,13 +23,14 @@ from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of
 from batchgen.plan_index import BucketWork, PlanIndex, Replaced
 from batchgen.plan_reader import PlanReader
-from batchgen.plans import Base, freeze, put_plan, write_shards
+from batchgen.plans import Base, put_plan, write_shards
 from batchgen.rundir import (
     Planned,
     RunDirectory,
     check_differences,
     check_place,
     fingerprint,
+    freeze_planned,
     known_rows,
     open_run,
     plan_manifest,
@@ -184,12 +185,7 @@ def extend(
         if not planned.draft.cut.num_rows and planned.draft.survey.num_rejected == index.num_rejected:
             return index
         on_planned(planned)
-        surveyed = planned.draft.survey
-        prints = fingerprint(job, planned.facts, surveyed.manifest) | {"manifest.rows": surveyed.rows_digest}
-        content = job.model_dump(mode="json")
-        index = freeze(
-            planned.draft, run.plans, run.files, job.model.path, content, prints, planned.rejections, after=index
-        )
+        index = freeze_planned(run, job, planned, after=index)
         run.files.remove(run.path / SUCCESS)
 
 

@@ -209,13 +209,15 @@ def _freeze(
     for folder in (run.root, run.plans, run.data):
         run.files.make_folder(folder)
     run.files.probe(run.root)
+    return freeze_planned(run, job, planned)
+
+
+def freeze_planned(run: RunDirectory, job: Job, planned: Planned, after: PlanIndex | None = None) -> PlanIndex:
+    """Make a planned manifest the run's first plan, or the next `after` those that lie there; all plans then."""
     surveyed = planned.draft.survey
-    prints = {
-        **fingerprint(job, planned.facts, surveyed.manifest),
-        "manifest.rows": surveyed.rows_digest,
-    }
+    prints = fingerprint(job, planned.facts, surveyed.manifest) | {"manifest.rows": surveyed.rows_digest}
     content = job.model_dump(mode="json")
-    return freeze(planned.draft, run.plans, run.files, job.model.path, content, prints, planned.rejections)
+    return freeze(planned.draft, run.plans, run.files, job.model.path, content, prints, planned.rejections, after=after)
 
 
 def _check_same(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from batchgen.owners import start_time
 from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
 from tests import runs, tiny
+from tests.terminals import on_a_terminal
 
 FAULTS = ("--set", "model.variant=faults")
 ONE_BY_ONE = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=1")
@@ -137,18 +136,6 @@ def test_case_27_a_row_that_ends_every_process(tmp_path: Path, workers: int) -> 
     assert ended.err.count("was killed by SIGKILL") == 2
 
 
-def test_a_row_that_ends_every_process_again_when_it_is_tried_again(tmp_path: Path) -> None:
-    """What an earlier plan settled of it does not count for the later one."""
-    rows = [{"id": f"row-{n}", "prompt": "fault: exit" if n == 1 else "a fox"} for n in range(3)]
-    source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
-    options = (*FAULTS, "--set", "run.max_deaths=1", "--workers", 1)
-    assert runs.run(source, out, *options).code == 3
-    assert runs.batchgen("retry", out, "--plan-only").code == 0
-    ended = runs.run(source, out, *options)
-    assert (ended.code, ended.closing_line) == (3, "3 rows = 2 done + 1 failed + 0 rejected + 0 outstanding"), ended
-    assert ended.err.count("another takes its place") == 2
-
-
 def test_a_signal_drains_all(tmp_path: Path) -> None:
     """Rows of ten minutes are dropped within the grace, by both; the command ends after them and says 75."""
     source, out = slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
@@ -250,19 +237,7 @@ def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(
 def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
     source, out = slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out"
     words = ["run", source, "-o", out, "--model", "pattern", *ONE_BY_ONE, *FAULTS, "--workers", 2]
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    child = subprocess.Popen([sys.executable, "-m", "batchgen", *map(str, words)], stderr=theirs, cwd=runs.ROOT)
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 4096):
-            shown += piece
-    except OSError:
-        pass  # Linux ends a terminal whose other side is closed so.
-    os.close(ours)
-    assert child.wait() == 0
-    text = shown.decode()
+    text = on_a_terminal("-m", "batchgen", *words)
     assert "12/12" in text
     assert "Traceback" not in text
     assert max(text.count(f"| {n}/12 [") for n in range(13)) < 20

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +15,7 @@ import pytest
 from batchgen import progress
 from batchgen.progress import Display
 from batchgen.stopping import REPEAT_S, SIGNALS, Stop, StopNow, listening
+from tests.terminals import on_a_terminal
 
 ROOT = Path(__file__).parent.parent
 LINE = re.compile(
@@ -69,20 +66,7 @@ with Display(10, 2, 1) as display:
 
 def test_a_bar_is_drawn_on_a_terminal() -> None:
     """A real one: the standard error of a process of its own."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen([sys.executable, "-c", BAR], stderr=theirs, stdout=subprocess.PIPE, env=environment)
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 4096):
-            shown += piece
-    except OSError:
-        pass  # Linux ends a terminal whose other side is closed so.
-    os.close(ours)
-    assert child.wait() == 0
-    text = shown.decode()
+    text = on_a_terminal("-c", BAR)
     assert "3/10" in text
     assert "8/10" in text
     assert "failed=3" in text
