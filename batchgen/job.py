@@ -112,8 +112,8 @@ class Engine(_Table):
     for each bucket, captured in a graph or not. auto weighs the work that is left, and is eager on a CPU."""
     attention: Literal["auto", "flash", "cudnn", "flash3"] = "auto"
     """Attention kernels on a GPU (flash3 needs the package flash_attn_3); auto times those that are there."""
-    decode_batch: _Few = 4
-    """Images decoded at once."""
+    decode_batch: _Few | None = None
+    """Images decoded at once; None is at most 16, as a sixth of the GPU's memory holds, and 4 on a CPU."""
     text_encoder: Literal["gpu", "offload"] = "gpu"
     """Where the text encoders lie while they have nothing to do."""
 

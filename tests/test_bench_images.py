@@ -178,7 +178,9 @@ def test_both_sides_make_every_picture(measured: tuple[images.Report, dict[str, 
     assert report.batchgen.images == sum(report.batchgen.modes.values()) == SINGLE.rows
     assert report.batchgen.batches == {4: 1, 2: 1}
     assert [(one.name, one.images) for one in report.baselines] == [("loop", SINGLE.rows), ("best", SINGLE.rows)]
-    assert [(one.batch_size, one.calls) for one in report.baselines] == [(1, 6), (4, 2)]
+    loop, best = report.baselines
+    assert (loop.batch_size, loop.calls) == (1, 6)
+    assert (best.batch_size, best.calls) in ((2, 3), (4, 2))
     assert not list(place.glob("run-*"))
 
 

@@ -106,10 +106,10 @@ def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engin
         alone = Prompts(engine.model, is_offloaded=True).encoded([text])
         assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
-    decoder = Decoder(engine.model, Compiler(engine.model), GraphPool(engine.device), 4, print)
-    decoded = decoder.start(latents, "eager")()
+    decoder = Decoder(engine.model, Compiler(engine.model), GraphPool(engine.device), print)
+    decoded = decoder.start(latents, "eager", 4)()
     for i in range(6):
-        alone = decoder.start(latents[i : i + 1], "eager")()[0]
+        alone = decoder.start(latents[i : i + 1], "eager", 4)()[0]
         assert isinstance(alone, np.ndarray)
         assert np.array_equal(decoded[i], alone)
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchgen.engine import attention
+from batchgen.engine.decode import chunk_of, most_decoded
 from batchgen.engine.tuning import UNCAPTURED, Tuning, decodes_that_pay, forecasts
 from batchgen.errors import UsageError
 from batchgen.generator import Context
@@ -79,7 +82,7 @@ def test_decoders_are_compiled_where_enough_images_are_left() -> None:
 def test_attention_kernels_that_do_not_work_are_left_out() -> None:
     said: list[str] = []
     context = Context(said.append, lambda name, value: value, {bucket(8): Work(10, 200)})
-    made = Tuning(Engine(), torch.device("cuda:0"), "a device", context)
+    made = Tuning(Engine(), torch.device("cuda:0"), "a device", 80 * 10**9, context)
 
     def time(name: str, probe: object) -> float:
         if name == "flash":
@@ -101,6 +104,22 @@ def test_flash_attention_3_is_tried_where_its_package_is(monkeypatch: pytest.Mon
     assert attention.present() == ("flash", "cudnn", "flash3")
 
 
+def test_as_many_images_are_decoded_at_once_as_memory_allows() -> None:
+    gigabytes = {memory: memory * 10**9 for memory in (8, 24, 80, 143)}
+    assert [most_decoded(512, 512, one) for one in gigabytes.values()] == [3, 11, 16, 16]
+    assert [most_decoded(1024, 1024, one) for one in gigabytes.values()] == [1, 2, 9, 16]
+    assert most_decoded(2048, 2048, None) == 4
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_a_batch_is_decoded_in_equal_parts(size: int, most: int) -> None:
+    chunk = chunk_of(size, most)
+    parts = -(-size // chunk)
+    assert chunk <= most
+    assert parts == -(-size // most)
+    assert parts * chunk - size < parts
+
+
 class TestSettled:
     """What another worker has settled decides, whatever this one would choose."""
 
@@ -108,7 +127,7 @@ class TestSettled:
         said: list[str] = []
         context = Context(said.append, lambda name, value: settled, {bucket(8): Work(10, 200)})
         # A device that is not there: nothing is asked of it, since another has settled everything.
-        made = Tuning(Engine(mode=mode, attention="cudnn"), torch.device("cuda:0"), "a device", context)
+        made = Tuning(Engine(mode=mode, attention="cudnn"), torch.device("cuda:0"), "a device", 80 * 10**9, context)
         made._time = lambda name, probe: 0.05
         made.choose(bucket(8), 10**9, lambda: None)
         return made, said
@@ -116,13 +135,15 @@ class TestSettled:
     def test_another_workers_choice(self) -> None:
         name = str(bucket(8))
         made, said = self.tuning(
-            f'{{"attention": "cudnn", "modes": {{"{name}": "compiled+graph"}}, "decodes": {{"512x512": "regional"}}}}'
+            f'{{"attention": "cudnn", "modes": {{"{name}": "compiled+graph"}}, "decodes": {{"512x512": "regional"}}, '
+            '"chunks": {"512x512": 6}}'
         )
         assert made.mode(bucket(8)) == "compiled+graph"
         assert made.mode(bucket(4)) == "eager"
         assert made.is_compiled
-        assert made.decode_kernels(512, 512) == "regional"
-        assert made.decode_kernels(512, 768) == "eager"
+        assert made.decoding(bucket(8)) == ("regional", 6)
+        assert made.decoding(bucket(4)) == ("regional", 4)
+        assert made.decoding(bucket(40, 768)) == ("eager", 14)
         assert said[1].startswith("mode compiled+graph (predicted ")
         assert said[1].endswith(f" s) for {name}")
         assert said[2] == "mode regional for decoding 512x512"
@@ -132,7 +153,7 @@ class TestSettled:
         made, said = self.tuning('{"attention": null, "modes": {}, "decodes": {}}', mode)
         assert made.mode(bucket(8)) == mode
         kernels = mode.split("+")[0].replace("graph", "eager")
-        assert made.decode_kernels(512, 512) == kernels
+        assert made.decoding(bucket(8)) == (kernels, 8)
         assert made.is_compiled == (kernels != "eager")
         assert said == []
 

@@ -186,7 +186,7 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
         part.to(memory_format=layout)  # type: ignore[call-overload]
     compiler = Compiler(one.model)
     network, decoder = compiler.network(mode, one.conditioning), compiler.decoder(mode)
-    calls = calls_of(one, network, decoder, bench.job.engine.decode_batch)
+    calls = calls_of(one, network, decoder, engine.decode_chunk(one.bucket))
     found = {f"{mode} {what}": kernel_times(call, engine.device) for what, call in calls.items()}
     for what, times in found.items():
         say(f"  {what}, {one.bucket}:")
@@ -195,9 +195,9 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
     return found
 
 
-def calls_of(one: Evaluation, network: Any, decoder: Any, decode_batch: int) -> dict[str, Callable[[], object]]:
+def calls_of(one: Evaluation, network: Any, decoder: Any, chunk: int) -> dict[str, Callable[[], object]]:
     """The step and the decode as calls without arguments."""
-    return {"step": lambda: one.step(network), "decode": lambda: one.decode(decoder, decode_batch)}
+    return {"step": lambda: one.step(network), "decode": lambda: one.decode(decoder, chunk)}
 
 
 def _run_baselines(settings: Settings, peer: Diffusers, report: Report, say: Say) -> None:
@@ -209,7 +209,7 @@ def _run_baselines(settings: Settings, peer: Diffusers, report: Report, say: Say
             report.add(peer.best(rows))
             best = report.baselines[-1].batch_size
         elif name == "compiled":
-            best = best or peer.best(rows).batch_size
+            best = best or peer.fastest(rows).batch_size
             report.add(peer.compiled(rows, best, settings.compile_mode))
         else:
             report.add({"loop": peer.loop, "exact": peer.exact, "sized": peer.sized}[name](rows))

@@ -16,7 +16,7 @@ from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
-from batchgen.engine.graphs import GraphPool
+from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.samplers import Samplers
@@ -65,8 +65,8 @@ class Engine:
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
-        self._decoder = Decoder(self.model, self._compiler, self._pool, job.engine.decode_batch, context.say)
-        self._tuning = Tuning(job.engine, self.device, self.versions["device"], context)
+        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say)
+        self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
 
     @torch.inference_mode()
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ class Engine:
         watch.pass_stage()
         latents, mode = self.denoise(batch, conditioning, should_drop)
         watch.pass_stage()
-        decoding = self._decode(batch.group, latents, is_captured=mode_of(mode)[1])
+        decoding = self._decode(Bucket(batch.group, batch.size), latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
         is_steady = not is_first and num_captures == len(self.steps.captures)
         counts = self._count(batch)
@@ -125,6 +125,10 @@ class Engine:
         """Device seconds per stage, of the batches whose outcomes were asked for."""
         return self._meter.stage_s
 
+    def decode_chunk(self, bucket: Bucket) -> int:
+        """How many of a bucket's images are decoded at once, once a batch has been submitted."""
+        return self._tuning.decoding(bucket)[1]
+
     @torch.inference_mode()
     def conditioning(self, batch: Batch) -> Conditioning:
         """What the network is told of a batch's rows, padding included."""
@@ -148,17 +152,17 @@ class Engine:
                 latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
         return latents[: len(batch.rows)], mode
 
-    def _decode(self, group: Group, latents: Tensor, *, is_captured: bool) -> Decoding:
+    def _decode(self, bucket: Bucket, latents: Tensor, *, is_captured: bool) -> Decoding:
         """Queue the decoding, captured where the steps are: launching its kernels one by one would hold the host up.
-        Where memory is short the graphs go first, then the chunk is halved: a smaller batch would not help, since
-        chunks are padded."""
-        mode = mode_named(self._tuning.decode_kernels(group.width, group.height), is_captured=is_captured)
+        Where memory is short the graphs go first, then the chunk is halved."""
+        kernels, chunk = self._tuning.decoding(bucket)
+        mode = mode_named(kernels, is_captured=is_captured)
         while True:
             try:
                 with self._tuning.kernels():
-                    return self._decoder.start(latents, mode)
+                    return self._decoder.start(latents, mode, chunk)
             except torch.OutOfMemoryError:
-                if not self.free() and not self._decoder.shrink():
+                if not self.free() and not self._decoder.shrink(chunk):
                     raise
 
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:

@@ -74,3 +74,8 @@ class Static:
 def reserved_bytes(device: torch.device) -> int:
     """What the process holds of the device's memory, 0 on the CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The GPU's memory, None on the CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchgen.engine.attention import attention, present
 from batchgen.engine.compiling import mode_named, mode_of
+from batchgen.engine.decode import chunk_of, most_decoded
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
@@ -58,6 +59,8 @@ class Choice:
     """By the bucket's name; one that is not named runs eager."""
     decodes: Mapping[str, str] = field(default_factory=dict)
     """Kernels by the image's size, as 512x512."""
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    """Images of a size that are decoded at once, likewise."""
 
     def mode(self, bucket: Bucket) -> str:
         """What `auto` runs a bucket in."""
@@ -82,9 +85,12 @@ class Forecast:
 class Tuning:
     """The choice, made at the first batch."""
 
-    def __init__(self, engine: Engine, device: torch.device, device_name: str, context: Context) -> None:
+    def __init__(
+        self, engine: Engine, device: torch.device, device_name: str, memory_bytes: int | None, context: Context
+    ) -> None:
         self._engine = engine
         self._device = device
+        self._memory_bytes = memory_bytes
         self._name = f"choice-{re.sub('[^A-Za-z0-9]+', '-', device_name)}"
         self._context = context
         self._choice: Choice | None = None
@@ -115,12 +121,14 @@ class Tuning:
             return any(one != "eager" for one in kernels)
         return mode_of(self._engine.mode)[0] != "eager"
 
-    def decode_kernels(self, width: int, height: int) -> str:
-        """The kernels that images of a size are decoded by."""
+    def decoding(self, bucket: Bucket) -> tuple[str, int]:
+        """The kernels that a bucket's images are decoded by, and how many at once: no more than there are, unless
+        another number would have to be compiled."""
         assert self._choice is not None
-        if self._is_auto:
-            return self._choice.decodes.get(f"{width}x{height}", "eager")
-        return mode_of(self._engine.mode)[0]
+        size = _size(bucket)
+        kernels = self._choice.decodes.get(size, "eager") if self._is_auto else mode_of(self._engine.mode)[0]
+        chunk = self._choice.chunks.get(size) or chunk_of(bucket.size, self._most_decoded(bucket))
+        return kernels, chunk if kernels == "compiled" else min(chunk, bucket.size)
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -136,20 +144,29 @@ class Tuning:
     def _is_auto(self) -> bool:
         return self._engine.mode == "auto"
 
+    def _most_decoded(self, bucket: Bucket) -> int:
+        return self._engine.decode_batch or most_decoded(bucket.group.width, bucket.group.height, self._memory_bytes)
+
+    def _chunks(self) -> dict[str, int]:
+        """For each size, what suits its largest batches."""
+        buckets = sorted(self._context.work, key=lambda one: one.size)
+        largest = {_size(bucket): bucket for bucket in buckets}
+        return {size: chunk_of(bucket.size, self._most_decoded(bucket)) for size, bucket in largest.items()}
+
     def _chosen(self, bucket: Bucket, num_parameters: int, probe: Callable[[], object]) -> Choice:
         wanted = None if self._engine.attention == "auto" else self._engine.attention
         if self._is_cpu or (wanted and not self._is_auto):
-            return Choice(wanted)
+            return Choice(wanted, chunks=self._chunks())
         timed = dict(self._timed([wanted] if wanted else present(), probe))
         fastest = min(timed, key=lambda name: timed[name])
         times = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in timed.items())
         self._context.say(f"attention kernels: {fastest} (an eager evaluation of {bucket}: {times})")
         if not self._is_auto:
-            return Choice(fastest)
+            return Choice(fastest, chunks=self._chunks())
         compile_s, work = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters, self._context.work
         self._forecasts = forecasts(work, bucket, timed[fastest], compile_s)
         modes = {str(one): told.mode for one, told in self._forecasts.items() if told.mode != "eager"}
-        return Choice(fastest, modes, decodes_that_pay(work))
+        return Choice(fastest, modes, decodes_that_pay(work), self._chunks())
 
     def _timed(self, names: Sequence[str], probe: Callable[[], object]) -> Iterator[tuple[str, float]]:
         """Seconds of each kernel that works here. Raises what the last one raised if none does."""
@@ -245,14 +262,17 @@ def decodes_that_pay(work: Mapping[Bucket, Work]) -> dict[str, str]:
     else by blocks, once, if all that are left do."""
     pixels = Counter[str]()
     for bucket, left in work.items():
-        width, height = bucket.group.width, bucket.group.height
-        pixels[f"{width}x{height}"] += left.batches * bucket.size * width * height
+        pixels[_size(bucket)] += left.batches * bucket.size * bucket.group.width * bucket.group.height
     least = _SURPLUS * DECODE_COMPILE_S / DECODE_GAIN_S
     whole = [size for size, num in pixels.items() if num > least]
     others = [size for size in pixels if size not in whole]
     if sum(pixels[size] for size in others) <= least:
         others = []
     return dict.fromkeys(whole, "compiled") | dict.fromkeys(others, "regional")
+
+
+def _size(bucket: Bucket) -> str:
+    return f"{bucket.group.width}x{bucket.group.height}"
 
 
 def _choice(settled: str) -> Choice:
