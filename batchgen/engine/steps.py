@@ -31,6 +31,8 @@ MIN_LEAD = 3
 ROOM = 32
 """Captured tables hold a multiple of this many evaluations, so that another step count rarely needs another capture."""
 CHECKED_STEPS = 2
+CHECKED_ROWS = 2
+"""Of a batch whose kernels' code is the same for any number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ class Steps:
             # The code is the same for every batch size, and was checked with this group's width and height.
             return self._ready.setdefault(bucket, alike)
         room = -(-num // ROOM) * ROOM
+        if mode == "regional":
+            few = min(CHECKED_ROWS, len(rows))
+            rows, tables, conditioning = rows[:few], tables[:few], _first(conditioning, few)
         while mode != "eager":
             try:
                 ready = self._prepare(bucket, mode, load_lanes(self._model, rows, tables, room), conditioning)
@@ -220,6 +225,14 @@ def _inputs(conditioning: Conditioning) -> list[Tensor]:
 def _own(conditioning: Conditioning) -> Conditioning:
     inputs = {name: one.clone() for name, one in conditioning.inputs.items()}
     return Conditioning(conditioning.guidance.clone(), conditioning.is_guided, inputs)
+
+
+def _first(conditioning: Conditioning, num: int) -> Conditioning:
+    """That of a batch's first rows."""
+    size = len(conditioning.guidance)
+    halves = {name: one.split(size) for name, one in conditioning.inputs.items()}
+    inputs = {name: torch.cat([half[:num] for half in both]) for name, both in halves.items()}
+    return Conditioning(conditioning.guidance[:num], conditioning.is_guided, inputs)
 
 
 def _cloned(lanes: Lanes) -> Lanes:
