@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine import attention
-from batchgen.engine.decode import chunk_of, most_decoded
+from batchgen.engine.chunks import chunk_of, most_decoded
 from batchgen.engine.tuning import UNCAPTURED, Tuning, decodes_that_pay, forecasts
 from batchgen.errors import UsageError
 from batchgen.generator import Context

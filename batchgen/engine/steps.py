@@ -230,7 +230,7 @@ def _own(conditioning: Conditioning) -> Conditioning:
 def _first(conditioning: Conditioning, num: int) -> Conditioning:
     """That of a batch's first rows."""
     size = len(conditioning.guidance)
-    halves = {name: one.split(size) for name, one in conditioning.inputs.items()}
+    halves = {name: torch.split(one, size) for name, one in conditioning.inputs.items()}
     inputs = {name: torch.cat([half[:num] for half in both]) for name, both in halves.items()}
     return Conditioning(conditioning.guidance[:num], conditioning.is_guided, inputs)
 

@@ -18,8 +18,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from batchgen.engine.attention import attention, present
+from batchgen.engine.chunks import chunk_of, most_decoded
 from batchgen.engine.compiling import mode_named, mode_of
-from batchgen.engine.decode import chunk_of, most_decoded
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
