@@ -38,7 +38,7 @@ class Finding:
 
     def __str__(self) -> str:
         shown = listed([f"concept {number} by {score:.3f}" for number, score in self.concepts.items()])
-        strictly = f", {STRICTER} of it for a special care concept" if self.is_strict else ""
+        strictly = f" (with {STRICTER} added for a special care concept)" if self.is_strict else ""
         return (
             f"the safety checker flags the image: its score exceeds the threshold of {shown}{strictly}; another seed "
             "or prompt makes another image"
