@@ -24,6 +24,13 @@ from batchgen.models.safety import SafetyChecker
 from batchgen.models.transfer import to_device
 from batchgen.records import Row
 
+_LIBRARIES: Mapping[str, Any] = {
+    "diffusers": diffusers,
+    "transformers": transformers,
+    "stable_diffusion": stable_diffusion,
+}
+"""By the names that model_index.json has for them."""
+
 
 class LatentDiffusion:
     """A loaded pipeline on one device; the families add how texts condition it."""
@@ -90,14 +97,6 @@ class LatentDiffusion:
             embedded = self._pipeline.get_guidance_scale_embedding(guidance - 1, embedding_dim=size)
             inputs = {**inputs, "timestep_cond": to_device(embedded.to(self.dtype), self.device)}
         return Conditioning(to_device(guidance, self.device), is_guided, inputs)
-
-
-_LIBRARIES: Mapping[str, Any] = {
-    "diffusers": diffusers,
-    "transformers": transformers,
-    "stable_diffusion": stable_diffusion,
-}
-"""By the names that model_index.json has for them."""
 
 
 def tokens(tokenizer: Any, texts: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
