@@ -116,6 +116,8 @@ class Engine(_Table):
     """Images decoded at once; None is at most 16, as a sixth of the GPU's memory holds, and 4 on a CPU."""
     text_encoder: Literal["gpu", "offload"] = "gpu"
     """Where the text encoders lie while they have nothing to do."""
+    safety_checker: bool = False
+    """Whether the model's own safety checker looks at each image; a row that it flags fails."""
 
 
 class Output(_Table):

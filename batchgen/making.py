@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from batchgen.errors import BatchgenError, RowError
 from batchgen.generator import Dropped, Generator, OutOfMemory, Pending
-from batchgen.records import Batch, Failure, Group, Image, Outcome, Row
+from batchgen.records import UNSAFE, Batch, Failure, Group, Image, Outcome, Row
 from batchgen.stopping import Stop
 
 COMMIT_RESERVE_S = 5.0
@@ -61,7 +61,7 @@ class Maker:
             if _is_fatal(error):
                 raise
             return self._try_again(batch, error)
-        return [one if isinstance(one, Image) else self._make_alone(batch, one.row) for one in outcomes]
+        return [one if _is_final(one) else self._make_alone(batch, one.row) for one in outcomes]
 
     def _try_again(self, batch: Batch, error: Exception) -> list[Outcome]:
         if isinstance(error, OutOfMemory):
@@ -115,6 +115,11 @@ def _halves(batch: Batch) -> list[Batch]:
     half = batch.size // 2
     rows = [batch.rows[start : start + half] for start in range(0, len(batch.rows), half)]
     return [replace(batch, size=half, rows=some) for some in rows]
+
+
+def _is_final(outcome: Outcome) -> bool:
+    """Whether making the row again would change nothing."""
+    return isinstance(outcome, Image) or outcome.error == UNSAFE
 
 
 def _is_fatal(error: Exception) -> bool:

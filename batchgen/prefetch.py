@@ -10,7 +10,13 @@ from batchgen.wording import counted
 
 @click.command()
 @click.argument("model_or_job", metavar="MODEL|JOB")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="model.variant, model.revision.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    help="model.variant, model.revision, engine.safety_checker.",
+)
 def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
     """Fetch a hub model's files, so that runs need no network.
 
@@ -22,11 +28,10 @@ def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
     from batchgen.job import load_job
     from batchgen.models.folder import fetch_model
 
-    if model_or_job.endswith(".toml"):
-        model = load_job(model_or_job, overrides).model
-    else:
-        model = load_job(None, overrides).model.model_copy(update={"path": model_or_job})
-    fetched = fetch_model(model)
+    is_job = model_or_job.endswith(".toml")
+    job = load_job(model_or_job if is_job else None, overrides)
+    model = job.model if is_job else job.model.model_copy(update={"path": model_or_job})
+    fetched = fetch_model(model, has_checker=job.engine.safety_checker)
     if fetched.note:
         say(f"note: {fetched.note}")
     what = f"{counted(fetched.num_files, 'file')}, {fetched.num_bytes / 1e9:.2f} GB"

@@ -11,6 +11,9 @@ import numpy.typing as npt
 NOISE_BITS = 0xFFFF_FFFF
 """The bits of a seed that torch's CPU generator reads: two seeds that share them share their noise."""
 
+UNSAFE = "Unsafe"
+"""The `Failure.error` of an image that the safety checker flagged: made again, it would be the same."""
+
 Pixels = npt.NDArray[np.uint8]
 """One picture, uint8 `[H, W, 3]`, RGB."""
 
@@ -122,7 +125,7 @@ class Failure:
 
     row: Row
     error: str
-    """The exception's class, or "NotFinite", "Constant"."""
+    """The exception's class, or "NotFinite", "Constant", "Unsafe", "ProcessDied"."""
     message: str
     retries: int = 0
 

@@ -118,7 +118,7 @@ def plan_manifest(
     Raises UsageError for a manifest that cannot be read, or (unless the job skips them) for bad rows, which the
     message names.
     """
-    facts = facts_of(job.model)
+    facts = facts_of(job.model, has_checker=job.engine.safety_checker)
     _check_sampler(job, facts)
     manifest = open_manifest(names, job.columns)
     _check_names(manifest)
@@ -179,10 +179,11 @@ def _check_links(run: RunDirectory) -> None:
 
 
 def fingerprint(job: Job, facts: Facts, manifest: Manifest | None = None) -> dict[str, str]:
-    """All that changes pixels, but for the rows themselves: model files, and every key of the job that is not free.
+    """All that changes images, but for the rows themselves: model files, and every key of the job that is not free.
     Without a manifest, what does not depend on it."""
     fields = {"model.family": facts.family}
-    fields |= {f"model.file:{name}": value for name, value in identity(job.model).items()}
+    files = identity(job.model, has_checker=job.engine.safety_checker)
+    fields |= {f"model.file:{name}": value for name, value in files.items()}
     if manifest is not None:
         columns = json.dumps(dict(sorted(job.columns.items())), ensure_ascii=False)
         fields |= {"manifest.files": manifest.content_hash(), "columns": columns}
@@ -230,7 +231,7 @@ def _check_same(
     """Refuse a directory whose fingerprint is another one. A manifest whose files changed is read again: what
     counts is whether it has the same rows."""
     manifest = open_manifest(names, job.columns)
-    ours = fingerprint(job, facts_of(job.model), manifest)
+    ours = fingerprint(job, facts_of(job.model, has_checker=job.engine.safety_checker), manifest)
     here, there = ([one.get(name) for name in ("manifest.files", "columns")] for one in (ours, index.fingerprint))
     check_differences(run, index, ours, job)
     if here != there:

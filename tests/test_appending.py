@@ -129,7 +129,7 @@ def test_nothing_that_is_still_to_be_made_is_taken_over(memory: Path) -> None:
 def test_a_model_that_has_changed_is_not_used_for_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path / "run")
     run_job(write(tmp_path / "manifest", TEN), run.path, pattern_job(*OPTIONS), opener=failing("row 3"))
-    monkeypatch.setattr("batchgen.rundir.identity", lambda model: {"unet": "another"})
+    monkeypatch.setattr("batchgen.rundir.identity", lambda model, **options: {"unet": "another"})
     with pytest.raises(UsageError, match=r"model.file:unet: nothing there, another now"):
         job_of(run, run.index())
 

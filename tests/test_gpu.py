@@ -6,14 +6,15 @@ import functools
 import json
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.generator import Context, OutOfMemory
-from batchgen.records import Bucket, Image, Row, Work
-from tests import tiny
+from batchgen.records import UNSAFE, Bucket, Failure, Image, Row, Work
+from tests import checkers, tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +102,67 @@ def test_defaults_are_the_first_gpu_and_half_precision() -> None:
     assert made.device == torch.device("cuda:0")
     assert made.model.dtype == torch.float16
     assert made.versions["device"] == torch.cuda.get_device_name(0)
+
+
+# The safety checker
+
+JUDGED = [checkers.ROWS[i] for i in (0, 1, 2, 3, 5)]
+"""Without the row that is flagged by five thousandths."""
+
+
+@functools.cache
+def checked(dtype: str = "float16", mode: str = "graph") -> Engine:
+    options = [f"engine.device={DEVICE}", f"model.dtype={dtype}", f"engine.mode={mode}", "engine.attention=flash"]
+    return Engine(tiny.job(checkers.folder(), "engine.safety_checker=true", *options))
+
+
+def unsafe(made: Engine, rows: list[Row], size: int | None = None) -> list[bool]:
+    outcomes = made.submit(tiny.batch(rows, made.facts, size), tiny.never)()
+    return [isinstance(one, Failure) and one.error == UNSAFE for one in outcomes]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_flagged_is_what_diffusers_flags(dtype: str) -> None:
+    pipe = tiny.reference_pipeline(checkers.folder(), DEVICE, checks_safety=True, torch_dtype=getattr(torch, dtype))
+    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.own_scheduler.config, clip_sample=False)
+    for rows in (JUDGED, JUDGED[::-1], *([row] for row in JUDGED)):
+        wanted = pipe(
+            prompt=[row.prompt for row in rows],
+            width=64,
+            height=64,
+            num_inference_steps=rows[0].steps,
+            guidance_scale=rows[0].guidance_scale,
+            generator=[torch.Generator("cpu").manual_seed(row.seed) for row in rows],
+            output_type="np",
+        ).nsfw_content_detected
+        assert unsafe(checked(dtype), rows) == wanted == [row in (JUDGED[1], JUDGED[4]) for row in rows]
+    assert unsafe(checked(dtype), JUDGED, 8) == [False, True, False, False, True]
+
+
+def test_a_finding_is_the_same_bits_whatever_shares_its_chunk() -> None:
+    safety = checked()._safety
+    assert safety is not None
+    pictures = checkers.noise(7, 96, 72)
+    with torch.inference_mode():
+        together = safety._cosines(pictures)
+        for i, picture in enumerate(pictures):
+            assert np.array_equal(safety._cosines([picture])[0], together[i])
+
+
+def test_a_batch_is_judged_while_the_next_one_is_at_work() -> None:
+    """The second batch takes seconds; the first one's findings are there before it ends. Eager, since a capture waits
+    for the device."""
+    made = checked(mode="eager")
+    large = [tiny.row(i, width=1024, height=1024, steps=100) for i in range(16)]
+    unsafe(made, JUDGED)
+    first = made.submit(tiny.batch(JUDGED, made.facts), tiny.never)
+    second = made.submit(tiny.batch(large, made.facts), tiny.never)
+    end = torch.cuda.Event()
+    end.record()
+    outcomes = first()
+    assert not end.query()
+    assert [isinstance(one, Failure) for one in outcomes] == [False, True, False, False, True]
+    assert len(second()) == len(large)
 
 
 # Captured and compiled steps

@@ -18,7 +18,7 @@ PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
 WITH_TORCH = (
     *("engine/", "models/demo/", "models/family.py", "models/latent.py", "models/sd.py", "models/sdxl.py"),
-    *("models/tokens.py", "models/transfer.py"),
+    *("models/safety.py", "models/tokens.py", "models/transfer.py"),
     *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
 )
@@ -29,7 +29,7 @@ LAYERS = [
     errors version wording streams slurm.environment timeleft
     records slurm.programs
     job filesystem owners slots slurm.task options cores gpus
-    cost
+    cost models.safety
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
     models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
@@ -38,7 +38,7 @@ LAYERS = [
     engine.attention engine.chunks engine.graphs engine.samplers rejections survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.meter engine.prompts engine.tuning sources.tables heart
     engine.steps engine.decode truncation drafts plans
-    plan_reader
+    plan_reader engine.safety
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report starts

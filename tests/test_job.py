@@ -41,6 +41,7 @@ VALUES: dict[str, Any] = {
     "engine.mode": "graph",
     "engine.attention": "cudnn",
     "engine.text_encoder": "offload",
+    "engine.safety_checker": True,
     "engine.device": "cuda:1",
     "engine.decode_batch": 2,
     "output.format": "webdataset",

@@ -14,8 +14,8 @@ import pytest
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
-from batchgen.models.folder import fetch_model, pinned
-from tests import runs, tiny
+from batchgen.models.folder import fetch_model, find_model, pinned
+from tests import checkers, runs, tiny
 from tests.hub import Hub, serving
 
 
@@ -97,6 +97,21 @@ def test_what_the_hub_does_not_have(hub: Hub, tmp_path: Path) -> None:
     assert ended.code == 2
     assert "model 'someone/else' cannot be fetched, the hub gave: " in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_safety_checker_is_fetched_where_it_is_asked_for(tmp_path: Path) -> None:
+    source, on = runs.prompts(tmp_path / "m.parquet", 1), ("--set", "engine.safety_checker=true")
+    with serving(checkers.folder()) as hub:
+        assert batchgen(hub, tmp_path, "prefetch", hub.name).code == 0
+        assert not any(name.startswith(("safety_checker/", "feature_extractor/")) for name in hub.fetched)
+        missing = batchgen(hub, tmp_path, "plan", source, "--model", hub.name, *on)
+        assert missing.code == 2
+        command = f"batchgen prefetch {hub.name} --set engine.safety_checker=true"
+        assert missing.err.strip().endswith(f"lacks safety_checker/config.json; fetch it again: {command}"), missing.err
+        fetched = batchgen(hub, tmp_path, *command.split()[1:])
+    assert fetched.code == 0, fetched.err
+    found = find_model(Model(path=fetched.closing_line), has_checker=True)
+    assert {"safety_checker/model.safetensors", "feature_extractor/preprocessor_config.json"} <= set(found.files)
 
 
 def test_a_local_folder_is_checked_and_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,9 +155,9 @@ def pipeline(kind: str) -> Any:
     return reference_pipeline(folder(kind))
 
 
-def reference_pipeline(path: Path, device: str = "cpu", **options: Any) -> Any:
+def reference_pipeline(path: Path, device: str = "cpu", *, checks_safety: bool = False, **options: Any) -> Any:
     is_xl = json.loads((path / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
-    without: dict[str, Any] = {"add_watermarker": False} if is_xl else {"safety_checker": None}
+    without: dict[str, Any] = {"add_watermarker": False} if is_xl else {} if checks_safety else {"safety_checker": None}
     made = diffusers.DiffusionPipeline.from_pretrained(path, **without, **options)
     made.set_progress_bar_config(disable=True)
     made.own_scheduler = made.scheduler

@@ -19,6 +19,7 @@ from batchgen.engine.denoise import denoise_own
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
+from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
@@ -48,7 +49,7 @@ class Engine:
     def __init__(self, job: Job, context: Context | None = None) -> None:
         context = context or Context()
         self.device = find_device(job.engine.device)
-        self.facts = facts_of(job.model)
+        self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         self.model = _load(job, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._meter = Meter(self.device)
@@ -66,6 +67,7 @@ class Engine:
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
         self._decoder = Decoder(self.model, self._compiler, self._pool, context.say)
+        self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
 
     @torch.inference_mode()
@@ -104,7 +106,7 @@ class Engine:
 
         def outcomes() -> list[Outcome]:
             with self._errors_named(), torch.inference_mode():
-                decoded = decoding()
+                decoded = self._checked(decoding())
                 stage_s = self._meter.count(watch, len(batch.rows))
             if is_steady and batch.group.form != OWN_UPDATE:
                 num = max(self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows)
@@ -164,6 +166,17 @@ class Engine:
             except torch.OutOfMemoryError:
                 if not self.free() and not self._decoder.shrink(chunk):
                     raise
+
+    def _checked(self, decoded: list[Pixels | Fault]) -> list[Pixels | Fault]:
+        """A finished batch's pictures as the safety checker leaves them; where memory is short the graphs go first."""
+        if self._safety is None:
+            return decoded
+        try:
+            return self._safety.check(decoded)
+        except torch.OutOfMemoryError:
+            if not self.free():
+                raise
+        return self._safety.check(decoded)
 
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
         """Settle the modes, at the first batch, and order the weights as they want them."""
@@ -245,7 +258,7 @@ def _load(job: Job, device: torch.device) -> Family:
             pipeline = demo.build().to(dtype)
             pipeline.vae.to(vae_dtype or dtype)
             return sd.StableDiffusion(pipeline, device)
-        folder = find_model(job.model)
+        folder = find_model(job.model, has_checker=job.engine.safety_checker)
         return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from batchgen.models.safety import SafetyChecker
 from batchgen.records import Row
 
 Encoded = tuple[Tensor, ...]
@@ -51,6 +52,8 @@ class Family(Protocol):
     """Of the latents."""
     sample_side: int
     """Height and width of the latents that the network was trained on."""
+    checker: SafetyChecker | None
+    """None where the job asks for none."""
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
         """The texts that these rows' conditioning needs."""

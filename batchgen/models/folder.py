@@ -28,6 +28,10 @@ _CONVERT = (
     "convert it once with its pipeline class in diffusers (StableDiffusionPipeline, StableDiffusionXLPipeline): "
     '.from_pretrained("OLD").save_pretrained("NEW"), or .from_single_file for a single checkpoint file'
 )
+_UNCHECKED = (
+    "leave engine.safety_checker out, or name a Stable Diffusion folder whose model_index.json has a safety_checker "
+    "and a feature_extractor"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class ModelFolder:
     """The hub's commit; None for a local folder."""
     files: tuple[str, ...]
     """All files that decide pixels, relative to `path`."""
+    has_checker: bool = False
+    """Whether the safety checker is read too."""
 
     @property
     def index(self) -> dict[str, Any]:
@@ -56,7 +62,8 @@ class ModelFolder:
     @property
     def components(self) -> Mapping[str, Component]:
         """By their subfolders' names."""
-        return FAMILIES[self.family].components
+        layout = FAMILIES[self.family]
+        return {**layout.components, **layout.checker} if self.has_checker else layout.components
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
@@ -73,20 +80,21 @@ class Fetched:
     note: str
 
 
-def fetch_model(model: Model) -> Fetched:
+def fetch_model(model: Model, *, has_checker: bool = False) -> Fetched:
     """Fetch a hub id, or make sure of a local folder, and hash what a run would. Raises UsageError for a model that is
     not to be had, not complete or not understood."""
     if model.path in BUILT_IN:
         raise UsageError(f"model {model.path!r} is built in; there is nothing to fetch")
-    note = fetch(model) if is_hub_id(model) else ""
-    folder = find_model(model)
-    identity(model)
+    note = fetch(model, has_checker=has_checker) if is_hub_id(model) else ""
+    folder = find_model(model, has_checker=has_checker)
+    identity(model, has_checker=has_checker)
     sizes = [(folder.path / file).stat().st_size for file in folder.files]
     return Fetched(folder, len(sizes), sum(sizes), note)
 
 
-def find_model(model: Model) -> ModelFolder:
-    """The job's model folder, in the hub's cache if it is an id of it; no network is asked.
+def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
+    """The job's model folder, with its safety checker if the job has one, in the hub's cache if it is an id of it; no
+    network is asked.
 
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
@@ -95,15 +103,15 @@ def find_model(model: Model) -> ModelFolder:
         is_folder = local.is_dir()
     if is_folder:
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
-        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, ()))
+        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker))
     if local.is_file():
         raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
     if not is_hub_id(model):
         near = difflib.get_close_matches(model.path, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
-    place = cached(model)
-    return _checked(ModelFolder(model.path, place, model.variant, place.name, ()))
+    place = cached(model, has_checker=has_checker)
+    return _checked(ModelFolder(model.path, place, model.variant, place.name, (), has_checker))
 
 
 def is_hub_id(model: Model) -> bool:
@@ -120,9 +128,11 @@ def pinned(model: Model) -> Model:
     return model.model_copy(update={"revision": commit}) if commit else model
 
 
-def facts_of(model: Model) -> facts.Facts:
+def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     """What planning must know of the job's model. Raises UsageError as `find_model` does, and for a key of `[model]`
     that would have no effect."""
+    if has_checker and model.path in BUILT_IN:
+        raise UsageError(f"model {model.path!r} has no safety checker; {_UNCHECKED}")
     if model.path == "pattern":
         if model.variant != "faults":
             _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
@@ -132,7 +142,7 @@ def facts_of(model: Model) -> facts.Facts:
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
         found = facts.stable_diffusion(demo.UNET, demo.VAE, demo.SCHEDULER, demo.TEXT_LENGTH)
         return replace(found, steps=10, note=demo.NOTE)
-    folder = find_model(model)
+    folder = find_model(model, has_checker=has_checker)
     unet, vae, scheduler = (folder.config(component) for component in ("unet", "vae", "scheduler"))
     return FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
 
@@ -158,11 +168,11 @@ def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
             raise UsageError(f"model.{key} = {value!r} has no effect on model {model.path!r}: {reason}; leave it out")
 
 
-def identity(model: Model) -> dict[str, str]:
-    """What tells this model's pixels from another's: versions, or the hash of every file that matters."""
+def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
+    """What tells this model's images from another's: versions, or the hash of every file that matters."""
     if model.path in BUILT_IN:
         return {model.path: demo.VERSION if model.path == "demo" else "1"}
-    folder = find_model(model)
+    folder = find_model(model, has_checker=has_checker)
     commit = {"commit": folder.commit} if folder.commit else {}
     return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
 
@@ -196,6 +206,8 @@ def _checked(folder: ModelFolder) -> ModelFolder:
     family = folder.index.get("_class_name")
     if family not in FAMILIES:
         raise UsageError(f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}")
+    if folder.has_checker:
+        _check_checker(folder)
     components = folder.components
     for name, component in components.items():
         _check_class(folder, name, component)
@@ -209,6 +221,19 @@ def _checked(folder: ModelFolder) -> ModelFolder:
         if component.weights is not None:
             files += _weight_files(folder, name, component.weights)
     return replace(folder, files=tuple(sorted(set(files))))
+
+
+def _check_checker(folder: ModelFolder) -> None:
+    if not FAMILIES[folder.family].checker:
+        raise UsageError(
+            f"model {folder.name!r} is of family {folder.family!r}, which has no safety checker; {_UNCHECKED}"
+        )
+    entry = folder.index.get("safety_checker")
+    if entry in (None, [None, None]):
+        raise UsageError(
+            f"model folder {folder.path} comes without safety checker: model_index.json gives safety_checker as "
+            f"{entry!r}; {_UNCHECKED}"
+        )
 
 
 def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
@@ -248,7 +273,8 @@ def _again(folder: ModelFolder) -> str:
     """What to do about a folder that is not whole."""
     if folder.commit is None:
         return "download it again, whole"
-    return f"fetch it again: {prefetch_command(Model(path=folder.name, variant=folder.variant))}"
+    model = Model(path=folder.name, variant=folder.variant)
+    return f"fetch it again: {prefetch_command(model, has_checker=folder.has_checker)}"
 
 
 def _no_weights(folder: ModelFolder, place: Path, wanted: str) -> str:

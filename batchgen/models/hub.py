@@ -15,24 +15,27 @@ from batchgen.wording import first_line
 _HUB_TIMEOUT_S = 5.0
 
 
-@functools.cache
-def cached(model: Model) -> Path:
-    """The folder of a hub id in the local cache; the network is not asked. Raises UsageError if it is not there.
-
-    Asked once per process, so that what is planned, fingerprinted and loaded is one commit.
-    """
+def cached(model: Model, *, has_checker: bool = False) -> Path:
+    """The folder of a hub id in the local cache; the network is not asked. Raises UsageError if it is not there."""
     from huggingface_hub import constants
 
     try:
-        return _snapshot(model, is_local=True)
+        return _found(model)
     except Exception as error:  # which ones there are differs between the hub package's versions
         raise UsageError(
             f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE} "
-            f"({first_line(error)}); fetch it once, where there is a network: {prefetch_command(model)}"
+            f"({first_line(error)}); fetch it once, where there is a network: "
+            f"{prefetch_command(model, has_checker=has_checker)}"
         ) from None
 
 
-def fetch(model: Model) -> str:
+@functools.cache
+def _found(model: Model) -> Path:
+    """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
+    return _snapshot(model, is_local=True)
+
+
+def fetch(model: Model, *, has_checker: bool = False) -> str:
     """Fetch what is missing of a hub id, only the files that a run reads; a note if the hub could not be asked and the
     local cache has it already. Raises UsageError if there is nothing to be had."""
     reason = _refusal(model)
@@ -46,18 +49,19 @@ def fetch(model: Model) -> str:
             ) from None
         return f"the hub gave: {reason}; what its cache holds is left as it is"
     try:
-        _snapshot(model, is_local=False)
+        _snapshot(model, is_local=False, has_checker=has_checker)
     except Exception as error:
         raise UsageError(
             f"model {model.path!r} could not be fetched as a whole: {first_line(error)}; the same command goes on"
         ) from None
-    cached.cache_clear()
+    _found.cache_clear()
     return ""
 
 
-def prefetch_command(model: Model) -> str:
+def prefetch_command(model: Model, *, has_checker: bool = False) -> str:
     """What a person types to fetch a model."""
     keys = {f"model.{name}": getattr(model, name) for name in ("revision", "variant")}
+    keys["engine.safety_checker"] = "true" if has_checker else None
     return shlex.join(["batchgen", "prefetch", model.path, *_settings({k: v for k, v in keys.items() if v})])
 
 
@@ -66,10 +70,10 @@ def _settings(keys: dict[str, str]) -> Iterable[str]:
         yield from ("--set", f"{key}={value}")
 
 
-def _snapshot(model: Model, *, is_local: bool) -> Path:
+def _snapshot(model: Model, *, is_local: bool, has_checker: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = list(file_patterns(model.variant))
+    patterns = list(file_patterns(model.variant, has_checker=has_checker))
     # By the revision's name, not its commit: the name is what the cache is asked for later.
     place = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns, local_files_only=is_local)
     return Path(place)
@@ -86,13 +90,13 @@ def _refusal(model: Model) -> str:
     return ""
 
 
-def file_patterns(variant: str | None) -> Iterable[str]:
+def file_patterns(variant: str | None, *, has_checker: bool = False) -> Iterable[str]:
     """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights."""
     dotted = f".{variant}" if variant else ""
     yield "model_index.json"
-    for name, component in {
-        name: one for layout in FAMILIES.values() for name, one in layout.components.items()
-    }.items():
+    layouts = FAMILIES.values()
+    components = [one.components for one in layouts] + ([one.checker for one in layouts] if has_checker else [])
+    for name, component in {name: one for some in components for name, one in some.items()}.items():
         yield f"{name}/{component.config}"
         if component.is_tokenizer:
             yield from (f"{name}/*.json", f"{name}/*.txt")

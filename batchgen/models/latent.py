@@ -11,6 +11,7 @@ import torch
 import transformers
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.pipelines import stable_diffusion
 from diffusers.utils.torch_utils import randn_tensor
 from safetensors import SafetensorError
 from torch import Tensor
@@ -19,8 +20,16 @@ from batchgen.errors import UsageError
 from batchgen.models.family import Conditioning, Network, doubled, guide
 from batchgen.models.folder import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.models.safety import SafetyChecker
 from batchgen.models.transfer import to_device
 from batchgen.records import Row
+
+_LIBRARIES: Mapping[str, Any] = {
+    "diffusers": diffusers,
+    "transformers": transformers,
+    "stable_diffusion": stable_diffusion,
+}
+"""By the names that model_index.json has for them."""
 
 
 class LatentDiffusion:
@@ -39,6 +48,7 @@ class LatentDiffusion:
         self.blocks: tuple[type[torch.nn.Module], ...] = (ResnetBlock2D, Transformer2DModel)
         self.channels: int = pipeline.unet.config.in_channels
         self.sample_side: int = pipeline.unet.config.sample_size
+        self.checker: SafetyChecker | None = None
         self._pipeline = pipeline
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
@@ -117,8 +127,8 @@ def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dty
     place = folder.path / name
     if name == "scheduler":
         return getattr(diffusers, folder.config(name)["_class_name"]).from_pretrained(place)
-    library = diffusers if component.library == "diffusers" else transformers
-    cls = getattr(library, component.classes[0])
+    library = _LIBRARIES[component.library]
+    cls = next(getattr(library, one) for one in component.classes if hasattr(library, one))
     if component.weights is None:
         return cls.from_pretrained(place)
     network, info = cls.from_pretrained(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchgen.models import facts
 
@@ -14,7 +14,7 @@ class Component:
 
     library: str
     classes: tuple[str, ...]
-    """Those that may be named in model_index.json; the first one loads it."""
+    """Those that may be named in model_index.json; the first one that the library has loads it."""
     config: str = "config.json"
     weights: str | None = None
     """The weights' file name without variant and ending; None where there are none."""
@@ -31,6 +31,8 @@ class Layout:
     components: Mapping[str, Component]
     facts: Callable[[facts.Config, facts.Config, facts.Config, int], facts.Facts]
     """Of the configurations of unet, vae and scheduler, and the tokenizer's length."""
+    checker: Mapping[str, Component] = field(default_factory=dict)
+    """The safety checker's components, which are read only if the job asks for it; none where the family has none."""
 
 
 _TOKENIZER = Component("transformers", ("CLIPTokenizer", "CLIPTokenizerFast"), "tokenizer_config.json")
@@ -46,9 +48,18 @@ _COMPONENTS_XL: Mapping[str, Component] = {
     "text_encoder_2": Component("transformers", ("CLIPTextModelWithProjection",), weights="model"),
     "tokenizer_2": _TOKENIZER,
 }
+_CHECKER: Mapping[str, Component] = {
+    "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
+    # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
+    "feature_extractor": Component(
+        "transformers",
+        ("CLIPImageProcessorPil", "CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor"),
+        "preprocessor_config.json",
+    ),
+}
 
 FAMILIES: Mapping[str, Layout] = {
-    "StableDiffusionPipeline": Layout(_COMPONENTS, facts.stable_diffusion),
+    "StableDiffusionPipeline": Layout(_COMPONENTS, facts.stable_diffusion, _CHECKER),
     "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, facts.stable_diffusion_xl),
 }
 """By the pipeline class that model_index.json names."""

@@ -15,6 +15,7 @@ import torch
 from batchgen.models.family import Conditioning, Encoded
 from batchgen.models.folder import ModelFolder
 from batchgen.models.latent import LatentDiffusion, load_components, tokens
+from batchgen.models.safety import SafetyChecker
 from batchgen.records import Row
 
 
@@ -23,6 +24,8 @@ class StableDiffusion(LatentDiffusion):
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         super().__init__(pipeline, (pipeline.text_encoder,), device)
+        if pipeline.safety_checker is not None:
+            self.checker = SafetyChecker(pipeline.safety_checker, pipeline.feature_extractor)
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
         """A null negative prompt is this family's "": diffusers encodes the empty string for it."""
@@ -46,11 +49,10 @@ class StableDiffusion(LatentDiffusion):
 def load(
     folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device
 ) -> StableDiffusion:
-    """Load a checked folder, without safety checker. Raises UsageError as `load_components`."""
+    """Load a checked folder, its safety checker only if the folder was asked for with it. Raises UsageError as
+    `load_components` and SafetyChecker."""
+    without = {"safety_checker": None, "feature_extractor": None}
     pipeline = diffusers.StableDiffusionPipeline(
-        **load_components(folder, dtype, vae_dtype or dtype),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
+        **{**without, **load_components(folder, dtype, vae_dtype or dtype)}, requires_safety_checker=folder.has_checker
     )
     return StableDiffusion(pipeline, device)
