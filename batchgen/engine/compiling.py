@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchgen.engine.norms import by_channels
 from batchgen.models.family import Conditioning, Family, Network
 
 KERNELS = ("eager", "regional", "compiled")
@@ -44,6 +45,8 @@ class Compiler:
     def __init__(self, model: Family) -> None:
         self._model = model
         self._blocks: dict[str, Any] = {}
+        """Twins whose blocks are compiled, by name; likewise the next, which are compiled as a whole."""
+        self._wholes: dict[str, nn.Module] = {}
         self._has_whole = False
 
     def network(self, kernels: str, conditioning: Conditioning) -> Network:
@@ -51,7 +54,7 @@ class Compiler:
         if kernels == "eager":
             return self._model.network
         if kernels == "compiled":
-            return self._whole(self._model.network)
+            return self._whole("network", self._model.network, lambda twin: twin)
         side = self._model.sample_side
         settling = _settling(conditioning)
 
@@ -68,7 +71,7 @@ class Compiler:
         if kernels == "eager":
             return self._model.decoder
         if kernels == "compiled":
-            return self._whole(self._model.decoder)
+            return self._whole("vae", self._model.vae, lambda twin: twin.decode)
         side, device = self._model.sample_side, self._model.device
 
         def call(twin: Any) -> object:
@@ -85,9 +88,10 @@ class Compiler:
             self._blocks.clear()
             self._has_whole = False
 
-    def _whole(self, call: Network) -> Network:
+    def _whole(self, name: str, module: nn.Module, part: Callable[[Any], Network]) -> Network:
         self._has_whole = True
-        compiled: Network = torch.compile(call, fullgraph=True, dynamic=False)
+        twin = self._wholes.setdefault(name, twin_of(module))
+        compiled: Network = torch.compile(part(twin), fullgraph=True, dynamic=False)
         return compiled
 
     def _regional(self, name: str, module: nn.Module, settle: Callable[[Any], object]) -> Any:
@@ -108,8 +112,8 @@ class Compiler:
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """A module of its own over the same weights."""
-    return copy.deepcopy(module, {id(one): one for one in chain(module.parameters(), module.buffers())})
+    """A module of its own over the same weights, to be compiled."""
+    return by_channels(copy.deepcopy(module, {id(one): one for one in chain(module.parameters(), module.buffers())}))
 
 
 def _settling(conditioning: Conditioning) -> Conditioning:
