@@ -29,6 +29,7 @@ from batchgen.mending import content_of, mend, read_row_table, sweep_mended
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import REJECTED
+from batchgen.presence import present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
@@ -64,7 +65,8 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
         index = run.index()
         if plan is not None and index.number != plan:
             return None
-        balance = _finalize(run, index, is_partial=is_partial)
+        with present(run):
+            balance = _finalize(run, index, is_partial=is_partial)
         if is_partial or run.index().number == index.number:
             return balance
         # A plan was appended, and perhaps worked off, meanwhile: what stands there now may be the tables without it.
