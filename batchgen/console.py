@@ -34,7 +34,7 @@ def work(
     from batchgen.cores import limit_threads
     from batchgen.rundir import RunDirectory
     from batchgen.starts import Starts
-    from batchgen.stopping import Stop, StopNow, Stopped, listening
+    from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
 
     limit_threads()
     starts = Starts(RunDirectory(directory))
@@ -46,6 +46,7 @@ def work(
 
     with listening(Stop()) as stop:
         try:
+            hear()
             with starts.noting():
                 ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
                 starts.end(is_early=ending.is_early)

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from batchgen import cli as program
 from batchgen import codec
+from batchgen.__main__ import main
 from batchgen.children import Child
 from batchgen.metadata import parameters
 from batchgen.models.pattern import expected, read_pattern
@@ -159,7 +160,7 @@ def _main(
     if ignores:
         signal.signal(ignores, signal.SIG_IGN)
     sys.argv = ["batchgen", *args]
-    program.main()
+    main()
 
 
 def sleep(*arguments: object, **options: object) -> None:
