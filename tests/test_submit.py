@@ -96,6 +96,24 @@ def test_dry_run_where_there_is_no_slurm(slurm: Fakes, monkeypatch: pytest.Monke
     assert "there is no scontrol here; is this a machine of the cluster?" in ended.err
 
 
+@pytest.mark.parametrize("program", ["sbatch", "scontrol"])
+def test_without_slurm_nothing_is_planned(
+    slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    slurm.lack(program, monkeypatch)
+    ended = submit(prompts(3), "-o", "out")
+    assert ended.code == 1
+    assert f"there is no {program} here; is this a machine of the cluster?" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_could_not_be_sent_is_resumed(slurm: Fakes) -> None:
+    slurm.refuse("sbatch", "sbatch: error: no")
+    assert submit(prompts(3), "-o", "out").code == 1
+    slurm.answer("sbatch", "echo 7")
+    assert runs.batchgen("submit", "--resume", "out").code == 0
+
+
 def test_case_21_windows_above_the_limit(slurm: Fakes, tmp_path: Path) -> None:
     slurm.answer("scontrol", 'echo "MaxArraySize            = 4"')
     keys = ("--set", "slurm.tasks=100", "--set", "slurm.throttle=5")

@@ -148,8 +148,11 @@ def told(sent: Sent, given: Submission) -> str:
 
 
 def max_array_size(*, may_guess: bool) -> int:
-    """The cluster's; where there is none and nothing is sent, Slurm's default."""
+    """The cluster's; where there is none and nothing is sent, Slurm's default. Raises programs.SlurmError where tasks
+    cannot be sent from."""
     try:
+        if not may_guess:
+            programs.require("sbatch")
         return programs.max_array_size()
     except programs.SlurmError:
         if may_guess:
