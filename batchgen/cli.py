@@ -208,7 +208,10 @@ def retry(directory: Path, plan_only: bool) -> NoReturn:
     run = RunDirectory(directory)
     index = run.index()
     job = job_of(run, index)
-    index = append_rows(run, index, failed(run, index))
+    rows = failed(run, index)
+    if not rows:
+        say(f"no row of {directory} has failed: there is nothing to try again")
+    index = append_rows(run, index, rows)
     if plan_only:
         end_planned(directory)
     work(directory, lambda seen: run_planned(run, index, job, **seen))

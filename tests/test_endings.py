@@ -94,12 +94,28 @@ def test_failed_rows(tmp_path: Path, num_bad: int) -> None:
     rows = [{"id": str(n), "prompt": "fault: nan" if n < num_bad else "a fox"} for n in range(3)]
     ended = runs.run(runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out", *FAULTS)
     assert (ended.code, balance(ended)) == (3, (3, 3 - num_bad, num_bad, 0, 0))
+    out = tmp_path / "out"
+    assert (
+        f"{num_bad} row{'s' * (num_bad > 1)} failed; {out}/failures.parquet says why, and batchgen retry {out}"
+        in ended.err
+    )
+    assert "rejected" not in ended.err.split("failures.parquet")[1]
+
+
+def test_a_retry_of_nothing_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert runs.run(runs.prompts(tmp_path / "m.parquet", 2), out).code == 0
+    ended = runs.batchgen("retry", out)
+    assert (ended.code, balance(ended)) == (0, (2, 2, 0, 0, 0))
+    assert f"no row of {out} has failed: there is nothing to try again" in ended.err
+    assert not (out / ".run/plan/1.json").exists()
 
 
 def test_rejected_rows(tmp_path: Path) -> None:
     source = runs.manifest(tmp_path / "m.parquet", {"prompt": ["a fox", None], "width": [64, 64]})
     ended = runs.run(source, tmp_path / "out", "--on-bad-row", "skip")
     assert (ended.code, balance(ended)) == (3, (2, 1, 0, 1, 0))
+    assert f"1 row rejected; {tmp_path}/out/rejected.parquet says why" in ended.err
 
 
 def test_bad_job_and_bad_manifest(tmp_path: Path) -> None:
