@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -43,6 +44,9 @@ def check(ended: runs.Ended, report: dict[str, object], kills: int) -> None:
 def test_fifteen_kills(tmp_path: Path) -> None:
     ended, report = soak(tmp_path, 15, "--rows", 40, "--workers", "2", "--formats", "files", "--seed", 5)
     check(ended, report, 15)
+    assert ended.out.startswith("at least 15 kills; a run directory that is begun is ended")
+    assert re.search(r"run-1-files: one worker after another is to die, at \d+ places, until", ended.out)
+    assert "10 kills so far\n20 kills so far" in ended.out
     steps = report["steps"]
     assert isinstance(steps, dict)
     assert {"link .run/claims/N", "link .run/receipts/N", "rename data/N", "rename _SUCCESS"} <= steps["files"].keys()
