@@ -195,10 +195,12 @@ class _Soak:
         truth = RunDirectory(self._folder / f"undisturbed-{manifest.stem}-{name}")
         words = ["run", *self._words(manifest, truth.path, name)]
         worker = Victim(words, truth.path, self._folder / f"{truth.path.name}-worker")
-        while worker.exit_code is None and worker.age_s < _UNDISTURBED_S:
-            time.sleep(0.01)
-        if worker.exit_code != 0:
+        try:
+            while worker.exit_code is None and worker.age_s < _UNDISTURBED_S:
+                time.sleep(0.01)
+        finally:
             worker.send(signal.SIGKILL)
+        if worker.exit_code != 0:
             raise BatchgenError(f"an undisturbed run ended with {worker.exit_code}:\n{worker.errors()}")
         return _Format(name, manifest, truth, Targets(worker.log().steps))
 
