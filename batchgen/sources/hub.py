@@ -86,8 +86,8 @@ def _from_hub(name: str) -> Any:
         except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
             raise UsageError(
                 f"{name} is no file or folder here, and cannot be loaded as a data set: the hub gave: {reason}; and "
-                "the local cache does not have it. Check the name, the network and, for a data set that asks for consent, "
-                "the token (hf auth login)"
+                "the local cache does not have it. Check the name, the network and, for a data set that asks for "
+                "consent, the token (hf auth login)"
             ) from None
 
 
