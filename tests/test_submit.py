@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.ledger import Ledger
 from batchgen.owners import this_process
@@ -247,3 +249,25 @@ def test_no_program_may_take_its_time(slurm: Fakes, monkeypatch: pytest.MonkeyPa
     slurm.answer("squeue", "exit 3")
     with pytest.raises(programs.SlurmError, match="squeue refuses: it ended with code 3"):
         programs.time_left_s("7")
+
+
+@pytest.mark.parametrize("name", ["request.json", "array.sbatch", "finish.sbatch"])
+def test_what_submit_leaves_is_whole_or_as_it_was(
+    slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that fills up, or a kill, in the middle of writing."""
+    assert submit(prompts(3), "-o", "out").code == 0
+    folder = tmp_path / "out/.run/slurm"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    rename = FileSystem.rename
+
+    def refuses(self: FileSystem, source: Path, target: Path) -> None:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        rename(self, source, target)
+
+    monkeypatch.setattr(FileSystem, "rename", refuses)
+    assert submit("m.parquet", "-o", "out", "--set", "slurm.tasks=2", "--set", "slurm.time=3").code == 75
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after[name] == before[name]
+    assert after.keys() == before.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.balance import take_balance
+from batchgen.disk import FILES
 from batchgen.errors import UsageError
-from batchgen.filesystem import resumable
 from batchgen.job import Slurm
 from batchgen.ledger import Ledger
 from batchgen.models.hashes import cache_dir
@@ -38,9 +39,8 @@ class Request:
     """The job options of the command line."""
 
     def keep(self, out: Path) -> None:
-        with resumable(out):
-            (out / FOLDER).mkdir(parents=True, exist_ok=True)
-            (out / FOLDER / REQUEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        FILES.make_folder(out / FOLDER)
+        _put(out / FOLDER / REQUEST, json.dumps(asdict(self)))
 
     @classmethod
     def of(cls, out: Path) -> Request:
@@ -67,6 +67,16 @@ class Sent:
     @property
     def job_ids(self) -> list[str]:
         return [job_id for _, job_id in self.arrays]
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there."""
+    temp = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        FILES.write(temp, text.encode())
+        FILES.replace(temp, path)
+    finally:
+        FILES.remove(temp)
 
 
 def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
@@ -111,9 +121,8 @@ def send(given: Submission, arrays: Sequence[Window]) -> Sent:
     """Write the scripts into the run directory and submit them. Raises programs.SlurmError, which says what was
     submitted before."""
     folder = given.out / FOLDER
-    with resumable(folder):
-        (folder / ARRAY).write_text(array_script(given, arrays[0]), encoding="utf-8")
-        (folder / FINISH).write_text(finish_script(given), encoding="utf-8")
+    _put(folder / ARRAY, array_script(given, arrays[0]))
+    _put(folder / FINISH, finish_script(given))
     ids: list[str] = []
     try:
         for window in arrays:
