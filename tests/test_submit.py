@@ -271,3 +271,14 @@ def test_what_submit_leaves_is_whole_or_as_it_was(
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after[name] == before[name]
     assert after.keys() == before.keys()
+
+
+def test_a_device_and_several_gpus_a_task_are_refused(slurm: Fakes, tmp_path: Path) -> None:
+    """Before anything is planned: each task would end as soon as it started."""
+    device = ("--set", "engine.device=cuda:0")
+    ended = submit(prompts(3), "-o", "out", "--set", "slurm.gres=gpu:a100:4", *device)
+    assert ended.code == 2
+    assert "slurm.gres = 'gpu:a100:4' gives each task 4 GPUs" in ended.err
+    assert "engine.device = 'cuda:0' names one device for all; leave engine.device out" in ended.err
+    assert not (tmp_path / "out").exists()
+    assert submit("m.parquet", "-o", "out", "--set", "slurm.gres=gpu:1", *device).code == 0

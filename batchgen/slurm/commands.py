@@ -52,7 +52,7 @@ def submit(
         options["overrides"] = (*options["overrides"], "slurm.requeue=true")
     request, place = _request(manifest, out, resume, options)
     job = job_of(request.options)
-    given = submission(request, place, job.slurm)
+    given = submission(request, place, job)
     # Before anything is planned: where there is no Slurm, nothing is left behind.
     max_size = max_array_size(may_guess=dry_run)
     left = _left(request, place, job, is_planned=bool(resume), is_dry=dry_run)

@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.balance import take_balance
 from batchgen.disk import FILES
 from batchgen.errors import UsageError
-from batchgen.job import Slurm
+from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.models.hashes import cache_dir
 from batchgen.options import words_of
@@ -79,8 +79,9 @@ def _put(path: Path, text: str) -> None:
         FILES.remove(temp)
 
 
-def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
+def submission(request: Request, out: Path, job: Job) -> Submission:
     """What the scripts say of a request. Raises UsageError for what they cannot say."""
+    slurm = job.slurm
     program = slurm.program or ("batchgen" if slurm.container else f"{shlex.quote(sys.executable)} -m batchgen")
     names = [str(Path(request.folder, name)) for name in request.manifest]
     found = Submission(
@@ -89,6 +90,7 @@ def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
         folder=Path(request.folder),
         words=(*names, "-o", str(out), *words_of(request.options)),
         program=program,
+        device=job.engine.device,
         cache=Path(request.folder, slurm.cache) if slurm.cache else cache_dir().absolute(),
     )
     check(found)
