@@ -185,8 +185,11 @@ def extend(
         if not planned.draft.cut.num_rows and planned.draft.survey.num_rejected == index.num_rejected:
             return index
         on_planned(planned)
+        before, wanted = index.fingerprint.get("manifest.rows"), planned.draft.survey.rows_digest
         index = freeze_planned(run, job, planned, after=index)
         run.files.remove(run.path / SUCCESS)
+        if before != wanted == index.fingerprint.get("manifest.rows"):
+            return index  # Else a plan of other rows was first.
 
 
 def _grown(

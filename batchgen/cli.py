@@ -17,6 +17,7 @@ from batchgen.options import job_of, with_job_options
 from batchgen.prefetch import prefetch
 from batchgen.saying import say, say_notes, say_planned
 from batchgen.slurm.commands import submit
+from batchgen.stopping import hear
 from batchgen.streams import outlast
 from batchgen.version import VERSION
 from batchgen.wording import counted, listed
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(VERSION, prog_name="batchgen")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Offline batch jobs for text-to-image models: a Parquet manifest in, a verified image dataset out."""
+    if context.invoked_subcommand != "run":  # Which hears signals once it can obey them.
+        hear()
 
 
 @cli.command()
@@ -204,7 +208,10 @@ def retry(directory: Path, plan_only: bool) -> NoReturn:
     run = RunDirectory(directory)
     index = run.index()
     job = job_of(run, index)
-    index = append_rows(run, index, failed(run, index))
+    rows = failed(run, index)
+    if not rows:
+        say(f"no row of {directory} has failed: there is nothing to try again")
+    index = append_rows(run, index, rows)
     if plan_only:
         end_planned(directory)
     work(directory, lambda seen: run_planned(run, index, job, **seen))

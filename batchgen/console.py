@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def work(
     from batchgen.cores import limit_threads
     from batchgen.rundir import RunDirectory
     from batchgen.starts import Starts
-    from batchgen.stopping import Stop, StopNow, Stopped, listening
+    from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
 
     limit_threads()
     starts = Starts(RunDirectory(directory))
@@ -46,6 +47,7 @@ def work(
 
     with listening(Stop()) as stop:
         try:
+            hear()
             with starts.noting():
                 ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
                 starts.end(is_early=ending.is_early)
@@ -68,11 +70,24 @@ def work(
         )
     if ending.balance.cut:
         say(ending.balance.cut_note())
+    if ending.exit_code == 3:
+        for line in not_made(directory, ending.balance):
+            say(line)
     if ending.stopped_by and ending.balance.outstanding:
         say(f"stopped by {ending.stopped_by}; the same command goes on")
     click.echo(ending.balance.line())
     on_ended(ending)
     sys.exit(ending.exit_code)
+
+
+def not_made(directory: Path, balance: Balance) -> Iterator[str]:
+    """Where it says why rows of a settled run were not made, and what to do."""
+    if balance.failed:
+        again = shlex.join(["batchgen", "retry", str(directory)])
+        why = directory / "failures.parquet"
+        yield f"{counted(balance.failed, 'row')} failed; {why} says why, and {again} makes another try"
+    if balance.rejected:
+        yield f"{counted(balance.rejected, 'row')} rejected; {directory / 'rejected.parquet'} says why"
 
 
 def end_planned(directory: Path) -> NoReturn:

@@ -27,10 +27,15 @@ _RESUMABLE = {
     errno.ESTALE: "the file system's handle is stale",
     errno.ENOTCONN: "the file system is not connected",
     errno.ETIMEDOUT: "the file system does not answer",
+    errno.ESHUTDOWN: "the file system's server has shut this host out",
+    errno.EHOSTDOWN: "the file system's server is down",
+    errno.EREMOTEIO: "the file system's server reports an input/output error",
     errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """A path that cannot be used as it is named."""
+_CLOSED = dict.fromkeys((errno.EACCES, errno.EPERM), "it may not be read any more")
+"""What a mount answers whose credentials have run out."""
 
 
 @contextmanager
@@ -45,10 +50,27 @@ def resumable(path: Path) -> Iterator[None]:
             raise UsageError(f"{place} cannot be used: {error.strerror}; name another place") from error
         if error.errno not in _RESUMABLE:
             raise
-        raise Interrupted(
-            f"{error.filename or path}: {_RESUMABLE[error.errno]} ({error.strerror}). "
-            "Everything committed is kept; run the same command again when that is mended"
-        ) from error
+        raise _interrupted(_RESUMABLE[error.errno], error, path) from error
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """As `resumable`, where something is read that the run itself has written: a disk that is lost or closed to us by
+    now says nothing about it. Any other OSError is raised as it comes: what it speaks of is missing or damaged."""
+    troubles = _RESUMABLE | _CLOSED
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in troubles:
+            raise
+        raise _interrupted(troubles[error.errno], error, path) from error
+
+
+def _interrupted(trouble: str, error: OSError, path: Path) -> Interrupted:
+    return Interrupted(
+        f"{error.filename or path}: {trouble} ({error.strerror}). "
+        "Everything committed is kept; run the same command again when that is mended"
+    )
 
 
 def is_utf8(name: str | Path) -> bool:

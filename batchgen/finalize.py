@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,14 +21,16 @@ import pyarrow.parquet as pq
 from batchgen.balance import Balance, take_balance
 from batchgen.card import card, image_folder_table
 from batchgen.disk import remove
-from batchgen.errors import BatchgenError, UsageError
+from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
 from batchgen.marker import SUCCESS, put_marker
 from batchgen.mending import content_of, mend, read_row_table, sweep_mended
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
+from batchgen.owners import is_gone, mark, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import REJECTED
+from batchgen.presence import present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
@@ -36,6 +38,10 @@ from batchgen.version import VERSION
 
 _PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 METADATA = "metadata.parquet"
+ABANDONED_S = 24 * 3600.0
+"""Without a change, until what a process needed for a moment is nobody's any more."""
+_FLEETING = (".tmp", ".link")
+"""Of files right under `.run/` that a process needs for a moment."""
 _CHECKED = ("status", "file_name", "bytes", "sha256")
 """Columns of a row table that parts are held against."""
 
@@ -64,7 +70,8 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
         index = run.index()
         if plan is not None and index.number != plan:
             return None
-        balance = _finalize(run, index, is_partial=is_partial)
+        with present(run):
+            balance = _finalize(run, index, is_partial=is_partial)
         if is_partial or run.index().number == index.number:
             return balance
         # A plan was appended, and perhaps worked off, meanwhile: what stands there now may be the tables without it.
@@ -94,20 +101,55 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
     _withdraw(run, ledger)
     # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
     run.files.sync_folder(run.data)
-    scratch = run.root / f"finalize-{secrets.token_hex(4)}"
-    run.files.make_folder(scratch)
-    try:
+    with _scratch(run) as scratch:
+        _sweep_left(run, scratch)
         sources = _sources(run, index, receipts, ledger)
         tables = _write_tables(index, sources, scratch, is_partial=is_partial)
         digest = run.files.digest(tables[METADATA])[1] if METADATA in tables else ""
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if not is_partial:
+            _close(run, index, balance, tables, digest, scratch)
     if not is_partial:
-        _close(run, index, balance, tables, digest)
         _sweep(run, index, ledger)
     return balance
+
+
+@contextmanager
+def _scratch(run: RunDirectory) -> Iterator[Path]:
+    """A folder of this process's own, for the time of the block. Raises Interrupted where another took it away."""
+    path = run.root / f"finalize-{secrets.token_hex(4)}.{mark(this_process())}"
+    run.files.make_folder(path)
+    try:
+        yield path
+    except FileNotFoundError as error:
+        if run.files.stat(path) is not None:
+            raise
+        raise Interrupted(
+            f"{path}: another process took this one for dead and has removed what it was writing; nothing of the run "
+            "is lost. Run the same command again"
+        ) from error
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep_left(run: RunDirectory, scratch: Path) -> None:
+    """Remove what processes needed for a moment that were killed in it: they are known to be gone, or have changed
+    nothing for so long, by the file system's clock, that they are taken for dead."""
+    me, now_s, claims = this_process(), _changed_s(run, scratch), run.root / "claims"
+    names = run.files.names(run.root)
+    left = [run.root / name for name in names if name.startswith("finalize-") or name.endswith(_FLEETING)]
+    left += [claims / name for name in run.files.names(claims) if name.startswith("now.")]
+    for path in left:
+        if path != scratch and (is_gone(path.name, me) or now_s - _changed_s(run, path) > ABANDONED_S):
+            remove(path)
+
+
+def _changed_s(run: RunDirectory, path: Path) -> float:
+    """When a file, or anything in a folder, was changed last; never, if it is not there any more."""
+    within = [path / name for name in run.files.names(path)] if run.files.is_folder(path) else []
+    found = [run.files.stat(one) for one in (path, *within)]
+    return max((one.mtime_s for one in found if one), default=float("inf"))
 
 
 def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
@@ -193,12 +235,14 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
                 run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
 
 
-def _close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterable[str], digest: str) -> None:
+def _close(
+    run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterable[str], digest: str, scratch: Path
+) -> None:
     """The rejected rows, the card, and the marker that says for which plan all of it stands."""
     names = [*tables, "README.md"]
     if index.num_rejected:
         names.append(REJECTED)
-        temp = run.root / f"rejected.{secrets.token_hex(4)}.tmp"
+        temp = scratch / REJECTED
         run.files.publish_file(run.plans / index.rejected, temp)
         run.files.replace(temp, run.path / REJECTED)
         run.files.remove(temp)  # A rename onto another name of the same file leaves both.
@@ -211,7 +255,7 @@ def _close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterab
         num_images=balance.done,
         num_failed=balance.failed,
     )
-    temp = run.root / f"card.{secrets.token_hex(4)}.tmp"
+    temp = scratch / "README.md"
     run.files.write(temp, text.encode())
     run.files.replace(temp, run.path / "README.md")
     for name in _PARTIAL:

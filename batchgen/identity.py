@@ -19,10 +19,13 @@ import pyarrow.compute as pc
 import xxhash
 
 from batchgen.columns import decoded, is_given, is_text, plain, retyped
+from batchgen.errors import UsageError
 from batchgen.records import NOISE_BITS
 
 U64 = npt.NDArray[np.uint64]
 _BINARIES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+MAX_SALT = 64
+"""Draws of a derived seed; as many are recognised in a plan."""
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
@@ -217,7 +220,8 @@ def settle_seeds(
     """Draw derived seeds again until no two images of equal content share their noise (`noise_keys`).
 
     Of images that meet, explicit seeds stay, else the lowest id does (by digest, then image number); the others
-    are salted with 1, 2, … in the order of their ids. `sources` is asked for the images that meet only.
+    are salted with 1, 2, … in the order of their ids. `sources` is asked for the images that meet only. Raises
+    UsageError for one that gets none of its own in `MAX_SALT` draws.
     """
     meeting = repeated(keys)
     met = sources(meeting)
@@ -231,12 +235,17 @@ def settle_seeds(
     seeds, fresh = np.zeros(len(meeting), np.uint64), set[int]()
     for place in (one for one in np.lexsort(by_id).tolist() if is_loser[one]):
         content = (keys[meeting[[place]]] >> np.uint64(32)).astype(np.uint32)
-        for salt in itertools.count(1):
+        for salt in range(1, MAX_SALT + 1):
             at = [place]
             seed = derived_seeds(met.ids.take(np.array(at)), met.image_number[at], met.run_seed[at], salt)
             key = noise_keys(content, seed)[0]
             if int(key) not in fresh and not _holds(taken, key):
                 break
+        else:
+            raise UsageError(
+                f"manifest: {MAX_SALT} draws have given a row no seed of its own: too many rows share one prompt and "
+                "have no seed; give them seeds, or split the manifest"
+            )
         fresh.add(int(key))
         seeds[place] = seed[0]
     return Redrawn(meeting[is_loser], seeds[is_loser])

@@ -10,11 +10,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.identity import U64, Digests, Redrawn, Sources, derived_seeds, joined, number_digests, text_digests
+from batchgen.identity import (
+    MAX_SALT,
+    U64,
+    Digests,
+    Redrawn,
+    Sources,
+    derived_seeds,
+    joined,
+    number_digests,
+    text_digests,
+)
 from batchgen.records import NOISE_BITS
 
-_MAX_SALT = 64
-"""Draws of a derived seed that are recognised as such."""
 _HEX_DIGITS = 32
 
 
@@ -68,7 +76,7 @@ class Known:
         differs = is_derived & (planned != (keys & np.uint64(NOISE_BITS)))
         rows = np.flatnonzero(differs)
         is_ours = np.zeros(len(rows), bool)
-        for salt in range(1, _MAX_SALT + 1) if len(rows) else ():
+        for salt in range(1, MAX_SALT + 1) if len(rows) else ():
             drawn = derived_seeds(sources.ids.take(rows), sources.image_number[rows], sources.run_seed[rows], salt)
             is_ours |= drawn == planned[rows]
         return Redrawn(rows[is_ours], planned[rows[is_ours]])

@@ -20,7 +20,7 @@ from batchgen.ledger import Ledger
 from batchgen.owners import launched_process
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Task, work
-from batchgen.stopping import SIGNALS, Stop, StopNow, Stopped, listening
+from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
 from batchgen.timeleft import OUT_OF_TIME, TimeLeft
 
 OUT_OF_TIME_CODE = 76
@@ -59,7 +59,7 @@ def main() -> NoReturn:
     """Work until nothing is left; exits as `batchgen run` would. Signals are blocked when it is called."""
     with listening(Stop()) as stop:
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            hear()
             reporter = Reporter(_own_output())
             order = pickle.load(sys.stdin.buffer)
             threading.Thread(target=_end_with_launcher, daemon=True).start()

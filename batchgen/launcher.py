@@ -6,8 +6,10 @@ They share nothing but the run directory. The launcher plans and finalizes; it n
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batchgen.children import Child, wait_for_lines
@@ -29,6 +31,8 @@ END_S = 30.0
 """Until a worker is asked to stop that has nothing left to do; beyond the grace, until one that was asked is killed."""
 AT_ONCE_S = 10.0
 """The same for one that was asked a second time."""
+KILL_S = 10.0
+"""Until a killed process is left behind: the kernel keeps one that waits for a lost disk or a hung device."""
 _CODES = (BatchgenError.exit_code, UsageError.exit_code, Interrupted.exit_code)
 """What a worker with rows left to do may end with, the worst first."""
 
@@ -170,7 +174,18 @@ class Crew:
         for seat, child in self._at_work.items():
             self._progress.say(f"{seat.name}: its process {child.process.pid} is killed {when}")
             child.signal(signal.SIGKILL)
-            child.process.wait()
+        deadline = time.monotonic() + KILL_S
+        for seat, child in list(self._at_work.items()):
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+                continue
+            self._progress.say(
+                f"{seat.name}: its process {child.process.pid} has not ended {KILL_S:.0f} s after it was killed: the "
+                "kernel keeps it, most likely because a disk or a device does not answer; it is left behind"
+            )
+            child.close()
+            del self._at_work[seat]
+            self._codes[seat] = BatchgenError.exit_code
 
     def _end_at_once(self) -> None:
         """Leave no process behind. A second signal is told until it is heard: a process may not know yet that the

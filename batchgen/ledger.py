@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
-from batchgen.owners import Owner, gone_because
+from batchgen.owners import Owner, gone_because, mark
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
 CLOCK_S = 60.0
@@ -247,7 +247,7 @@ class Ledger:
         return self._clock_offset_s + time.monotonic()
 
     def _touched_s(self) -> float:
-        probe = self.root / "claims" / f"now.{self._me.token}.tmp"
+        probe = self.root / "claims" / f"now.{self._me.token}.{mark(self._me)}.tmp"
         if self.files.stat(probe) is None:
             self.files.write(probe, b"")
         self.files.touch(probe)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.owners import mark, this_process
 from batchgen.rundir import RunDirectory
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
@@ -21,7 +22,7 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]
         return
     # Renamed over the old one: a finisher that wakes late must not take a good marker away, if only for a moment.
     token = secrets.token_hex(8)
-    temp = run.root / f"marker.{token}.tmp"
+    temp = run.root / f"marker.{token}.{mark(this_process())}.tmp"
     run.files.write(temp, sealed(token, content))
     run.files.replace(temp, run.path / SUCCESS)
 

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.disk import remove
-from batchgen.errors import BatchgenError
-from batchgen.filesystem import resumable
+from batchgen.errors import BatchgenError, Interrupted
+from batchgen.filesystem import readable, resumable
 from batchgen.formats import CONTAINERS, Member, folder_digest
 from batchgen.ledger import Ledger, Receipt
 from batchgen.parts import part_reader
@@ -154,6 +154,8 @@ def _whole_images(path: Path, wanted: Mapping[str, dict[str, Any]]) -> Iterator[
     while True:
         try:
             name, data = next(images)
+        except Interrupted:
+            raise
         except (StopIteration, BatchgenError):
             break
         if name in missing and hashlib.sha256(data).hexdigest() == wanted[name]["sha256"]:
@@ -175,7 +177,7 @@ def part_table(ledger: Ledger, receipt: Receipt, made: frozenset[int]) -> pa.Tab
 def read_row_table(path: Path, columns: list[str] | None = None) -> pa.Table:
     """The row table of a committed part. Raises BatchgenError if it cannot be read."""
     try:
-        with resumable(path):
+        with readable(path):
             return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None

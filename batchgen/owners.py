@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
@@ -83,6 +84,19 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except FileNotFoundError:
         return ""
+
+
+def mark(owner: Owner) -> str:
+    """A process as a word of a file's name, by which `is_gone` knows when nobody needs the file any more."""
+    machine = hashlib.sha256(f"{owner.boot_id} {owner.pid_namespace}".encode()).hexdigest()[:8]
+    return f"{machine}-{owner.pid}-{owner.start_time}"
+
+
+def is_gone(name: str, me: Owner) -> bool:
+    """Whether a file's name bears the mark of a process of this machine that is gone."""
+    machine = mark(me).partition("-")[0]
+    marks = (word.split("-") for word in name.split(".") if word.startswith(f"{machine}-"))
+    return any(len(one) == 3 and one[1].isdecimal() and start_time(int(one[1])) != one[2] for one in marks)
 
 
 def gone_because(owner: Owner, me: Owner) -> str | None:

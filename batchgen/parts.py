@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from batchgen.errors import BatchgenError
+from batchgen.filesystem import readable
 from batchgen.formats import folder_digest
 
 
@@ -18,7 +19,8 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
     """The images of a part as (file name, bytes), one in memory at a time, a Parquet row group at most.
 
     Which container it is follows from the path: a folder, `.tar` or `.parquet`. Raises BatchgenError where
-    the part is missing or damaged so that it cannot be walked further; what was yielded before holds.
+    the part is missing or damaged so that it cannot be walked further; what was yielded before holds. Raises
+    Interrupted where the disk is lost, which says nothing about the part.
     """
     with _damage_named(path):
         if path.suffix == ".tar":
@@ -31,7 +33,7 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def part_digest(path: Path) -> tuple[int, str]:
-    """A part as it lies on the disk: bytes and sha256, as `Part` and the receipt have them."""
+    """A part as it lies on the disk: bytes and sha256, as `Part` and the receipt have them. Raises as `part_reader`."""
     with _damage_named(path):
         if not path.is_dir():
             return path.stat().st_size, _file_digest(path)
@@ -42,7 +44,7 @@ def part_digest(path: Path) -> tuple[int, str]:
 
 def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
     end = 0
-    with tarfile.open(path, "r:") as tar:
+    with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:
         for entry in tar:
             end = entry.offset_data + _rounded_up(entry.size, tarfile.BLOCKSIZE)
             file = tar.extractfile(entry)
@@ -55,7 +57,7 @@ def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
-    with pq.ParquetFile(path) as table:
+    with path.open("rb") as source, pq.ParquetFile(source) as table:
         for group in range(table.num_row_groups):
             for image in table.read_row_group(group, columns=["image"])["image"]:
                 yield image["path"].as_py(), image["bytes"].as_py()
@@ -73,6 +75,7 @@ def _file_digest(path: Path) -> str:
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
     try:
-        yield
+        with readable(path):
+            yield
     except (OSError, tarfile.TarError, EOFError, ValueError) as error:
         raise BatchgenError(f"part {path} is missing or damaged: {error}") from error

@@ -191,12 +191,11 @@ _INDEX = TypeAdapter(PlanIndex)
 
 
 def _check(index: PlanIndex) -> None:
-    for name in index.folders:
-        if name in (".", "..", "/"):
-            raise ValueError(f"it names {name!r}, which is none of its folders")
-    for file in index.files:
-        if ".." in PurePosixPath(file.name).parts:
-            raise ValueError(f"it names the file {file.name!r}")
+    if len(PurePosixPath(index.folder).parts) != 1:
+        raise ValueError(f"it names {index.folder!r}, which is none of its folders")
+    for name in (index.folder, index.rejected, *(file.name for file in index.files)):
+        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute():
+            raise ValueError(f"it names {name!r}, which leads out of the run directory")
     if min(index.shard_rows, default=1) < 1 or sum(one.num_shards for one in index.files) != len(index.shard_rows):
         raise ValueError("its files do not hold its shards")
 

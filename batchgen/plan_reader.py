@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from batchgen.columns import as_type, is_text
 from batchgen.errors import UsageError
-from batchgen.filesystem import resumable
+from batchgen.filesystem import readable
 from batchgen.metadata import CARRIED
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import footer_digest
@@ -32,7 +32,7 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with resumable(path), path.open("rb") as source:
+            with readable(path), path.open("rb") as source:
                 if footer_digest(source) != file.footer_sha256:
                     raise ValueError("its footer is another one")
                 with pq.ParquetFile(source, page_checksum_verification=True) as opened:

@@ -14,7 +14,7 @@ from batchgen.job import Job
 from batchgen.ledger import stem
 from batchgen.plan_index import PlanIndex
 from batchgen.records import Group
-from batchgen.wording import counted
+from batchgen.wording import counted, sized
 
 _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
 """Of typical generated pictures at the default quality; an estimate for the disk, not a promise."""
@@ -107,7 +107,7 @@ def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list
         f"{counted(drafted.survey.num_rejected, 'row')} rejected",
         f"padding: {counted(padded, 'slot')} ({_share(padded, padded + cut.num_rows)}), "
         f"{counted(idle, 'idle row-evaluation')}",
-        f"on disk: about {_size(size)} of {job.output.image} in {counted(num_files, 'file')} ({job.output.format})",
+        f"on disk: about {sized(size)} of {job.output.image} in {counted(num_files, 'file')} ({job.output.format})",
         f"time: {time}",
     ]
 
@@ -189,11 +189,3 @@ def _table(header: list[str], lines: Sequence[list[str]]) -> list[str]:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.2%}" if whole else "0%"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"

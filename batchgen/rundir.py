@@ -283,7 +283,10 @@ def _row_differences(run: RunDirectory, index: PlanIndex, now: Draft) -> list[st
 
 def _check_sampler(job: Job, facts: Facts) -> None:
     if job.sampling.sampler is not None:
-        facts.sampler_facts(job.sampling.sampler)
+        try:
+            facts.sampler_facts(job.sampling.sampler)
+        except UsageError as error:
+            raise UsageError(f"sampling.sampler: {error}") from None
 
 
 def _check_names(manifest: Manifest) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
@@ -29,6 +29,7 @@ from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
+from batchgen.presence import present
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
@@ -145,27 +146,13 @@ def run_planned(
     Raises as `run_job`."""
     stop, time_left = stop or Stop(), time_left or TimeLeft()
     force = workforce or partial(work, opener=opener)
-    with _present(run):
+    with present(run):
         while True:
             balance, worst = _work_off(run, index, job, stop, on_opened, progress, force, time_left, may_wait=may_wait)
             newer = run.index()
             if newer.number == index.number:
                 return Ending(balance, stop.signal_name, may_wait, worst)
             index = newer
-
-
-@contextmanager
-def _present(run: RunDirectory) -> Iterator[None]:
-    """Whatever comes of a run directory that has vanished, as the mount that it lay on has: it stops the run."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, Interrupted) or run.files.stat(run.plans / "0.json") is not None:
-            raise
-        raise Interrupted(
-            f"{run.path}: the run directory is not there any more ({error}); if its file system was unmounted, mount "
-            "it again. Everything committed is kept; run the same command again then"
-        ) from error
 
 
 def _work_off(

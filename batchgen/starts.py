@@ -21,6 +21,8 @@ from batchgen.slots import NO_SLOT
 
 MOST = 5
 """Starts for nothing; the next one ends before it loads a model."""
+LOOKS = 64
+"""At starts of others, the ended ones first: where a thousand begin at once, none reads a thousand files."""
 _ENDED = ".ended"
 _Process = tuple[str, int, str]
 """Boot, pid and start time."""
@@ -34,6 +36,8 @@ class Start:
     owner: Owner
     settled: int
     """Rows done and failed when it did."""
+    is_ended: bool
+    """Whether it has said that it ended early."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class Starts:
         mine, self._mine = self._mine, None
         with suppress(BatchgenError, OSError):
             if mine is not None and is_early:
-                self.run.files.write(_ended(mine), b"")
+                if self.run.files.stat(mine) is not None:  # Else others have forgotten it.
+                    self.run.files.write(_ended(mine), b"")
             elif mine is not None:
                 self._forget(mine)
 
@@ -90,16 +95,20 @@ class Starts:
         return self.run.root / "starts"
 
     def _others(self) -> Iterator[Start]:
-        for name in self.run.files.names(self._folder):
+        names = self.run.files.names(self._folder)
+        begun = {name for name in names if not name.endswith(_ENDED)}
+        ended = {name.removesuffix(_ENDED) for name in names if name.endswith(_ENDED)}
+        for name in ended - begun:
+            self.run.files.remove(_ended(self._folder / name))  # Of a start that another has forgotten meanwhile.
+        for name in sorted(begun, key=lambda name: (name not in ended, name))[:LOOKS]:
             path = self._folder / name
             with suppress(*NO_SLOT):
-                if not name.endswith(_ENDED):
-                    fields = json.loads(self.run.files.read(path) or b"")
-                    yield Start(path, Owner(**fields["owner"]), int(fields["settled"]))
+                fields = json.loads(self.run.files.read(path) or b"")
+                yield Start(path, Owner(**fields["owner"]), int(fields["settled"]), name in ended)
 
     def _has_ended(self, one: Start, me: Owner) -> bool:
         """As far as can be told from here."""
-        return self.run.files.stat(_ended(one.path)) is not None or gone_because(one.owner, me) is not None
+        return one.is_ended or gone_because(one.owner, me) is not None
 
     def _refuse(self, idle: list[Start]) -> None:
         killed = set(self._died_over_a_shard())

@@ -75,6 +75,11 @@ class Stop:
             self.is_raised = before
 
 
+def hear() -> None:
+    """Let in the signals that have waited since the program began, and those to come."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 @contextmanager
 def listening(stop: Stop) -> Iterator[Stop]:
     """Take the signals for the time of the block, and give them back. A first one raises Stopped, unless it comes

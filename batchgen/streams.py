@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -12,14 +13,23 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+PATIENCE_S = 1.0
+"""With a reader that takes nothing; then what it was told is lost."""
+
+
 class _Lasting(io.FileIO):
     """A file descriptor whose errors of writing are nobody's concern: what it is told is for people."""
 
     def write(self, data: Buffer, /) -> int:
+        num_bytes = memoryview(data).nbytes
         try:
-            return super().write(data) or 0
+            written: int | None = super().write(data)
+            # A pipe that another process has made non-blocking, and whose reader is late.
+            if written is None and select.select([], [self], [], PATIENCE_S)[1]:
+                written = super().write(data)
         except OSError:
-            return memoryview(data).nbytes
+            return num_bytes
+        return num_bytes if written is None else written
 
 
 def outlast() -> None:

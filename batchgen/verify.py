@@ -17,12 +17,14 @@ import pyarrow.parquet as pq
 
 from batchgen.codec import decode
 from batchgen.cores import usable_cores
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, Interrupted
+from batchgen.filesystem import readable
 from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import damaged as damaged_files
 from batchgen.mending import content_of
 from batchgen.parts import part_digest, part_reader
 from batchgen.plan_index import PlanIndex
+from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.writer import pixel_sha256
@@ -72,7 +74,17 @@ class Verified:
 
 
 def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda images: None) -> Verified:
-    """Read all published parts on all cores. Raises UsageError for a folder that is no run directory."""
+    """Read all published parts on all cores. Raises UsageError for a folder that is no run directory, Interrupted where
+    the disk is lost: then nothing is said of what lies on it."""
+    run.index()
+    with present(run):
+        found = _verify(run, on_progress)
+        if found.faults:
+            require_present(run)
+    return found
+
+
+def _verify(run: RunDirectory, on_progress: Callable[[int], object]) -> Verified:
     # Before plans and receipts are read: a running worker publishes nothing that they do not name by then.
     there = set(run.files.names(run.data))
     index = run.index()
@@ -118,7 +130,8 @@ def _check_part(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Re
     path = ledger.table_path(receipt.shard, receipt.epoch)
     try:
         publish(run, receipt)
-        content = path.read_bytes()
+        with readable(path):
+            content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != receipt.table_sha256:
             what = "altered: its sha256 is another one"
             return Checked(receipt, len(made), (Fault(f".run/work/{path.name}", "", 0, what),), rows)
@@ -148,6 +161,8 @@ def _check_images(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: 
                 faults.append(_fault(rows[name], what))
                 bad.add(rows[name]["index"])
             seen.add(name)
+    except Interrupted:
+        raise
     except BatchgenError as error:
         faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
     missing = [row for name, row in rows.items() if name not in seen]

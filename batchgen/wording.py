@@ -30,3 +30,12 @@ def with_more(lines: Sequence[str], count: int) -> list[str]:
 def counted(number: int, noun: str) -> str:
     """A number of things for a sentence: "1 row", "2 rows"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def sized(num_bytes: float) -> str:
+    """A number of bytes in the unit that fits it: "512 bytes", "12 KB", "1.5 TB"."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"

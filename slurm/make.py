@@ -17,8 +17,8 @@ def example(job_file: str) -> Submission:
     """What `batchgen submit prompts.parquet --job jobs/JOB_FILE -o /scratch/me/out` says in /home/me."""
     names = ("model", "output_format", "on_bad_row", "size_policy", "on_truncate")
     options = {**dict.fromkeys(names), "job_file": f"/home/me/jobs/{job_file}", "overrides": ()}
-    slurm = load_job(HERE.parent / "jobs" / job_file).slurm
-    return submission(Request("/home/me", ("prompts.parquet",), options), OUT, slurm)
+    job = load_job(HERE.parent / "jobs" / job_file)
+    return submission(Request("/home/me", ("prompts.parquet",), options), OUT, job)
 
 
 def scripts() -> Mapping[str, str]:

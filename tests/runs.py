@@ -23,6 +23,8 @@ import pyarrow.parquet as pq
 
 from batchgen import cli as program
 from batchgen import codec
+from batchgen.__main__ import main
+from batchgen.children import Child
 from batchgen.metadata import parameters
 from batchgen.models.pattern import expected, read_pattern
 from batchgen.records import Row
@@ -158,13 +160,21 @@ def _main(
     if ignores:
         signal.signal(ignores, signal.SIG_IGN)
     sys.argv = ["batchgen", *args]
-    program.main()
+    main()
 
 
 def sleep(*arguments: object, **options: object) -> None:
     """For an hour, which it says."""
     print("asleep", file=sys.stderr, flush=True)
     time.sleep(3600)
+
+
+class Unkillable(Child):
+    """A process that the kernel keeps, because it waits for a disk that does not answer: as far as can be had, one that
+    gets no signal."""
+
+    def signal(self, number: int) -> None:
+        pass
 
 
 def start(source: Path | str, out: Path, *args: object, model: str = "pattern", **options: Any) -> Process:

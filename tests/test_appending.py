@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import finalize as finalizing
-from batchgen import identity, known, survey
+from batchgen import identity, known, rundir, survey
 from batchgen.appending import append_rows, extend, failed, job_of
 from batchgen.errors import UsageError
 from batchgen.finalize import finalize
@@ -198,6 +198,21 @@ def test_a_changed_seed_is_a_changed_row(tmp_path: Path, before: list[int | None
             job,
             may_grow=True,
         )
+
+
+def test_a_manifest_that_has_grown_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, num_read = tmp_path / "out", [0]
+    assert runs.run(runs.prompts(tmp_path / "m.parquet", 3), out).code == 0
+
+    def counted(*arguments: Any) -> Any:
+        num_read[0] += 1
+        return real(*arguments)
+
+    real = rundir.survey
+    monkeypatch.setattr(rundir, "survey", counted)
+    assert runs.run(runs.prompts(tmp_path / "m.parquet", 5), out, "--extend").code == 0
+    assert num_read == [1]
+    assert len(runs.check_images(out)) == 5
 
 
 def test_more_images_of_a_row_are_new_rows(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,3 +69,4 @@ def test_its_lines_say_it_in_words(measured: PlanBench) -> None:
     assert f"{ROWS:,} rows in " in text
     assert f"open one of {measured.shards:,} shards" in text
     assert f"{measured.total_s:.1f} s" in text
+    assert not re.search(r"\b0 [KMG]B", text)

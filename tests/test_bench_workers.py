@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.bench.workers import Comparison, compare, measure
+from batchgen.bench.workers import Comparison, Measured, compare, measure, too_few
 from batchgen.job import load_job
 from batchgen.launcher import worker_seats
 from batchgen.ledger import Ledger
@@ -26,7 +26,7 @@ def test_both_runs_have_one_plan_and_the_same_pixels(tmp_path: Path) -> None:
     assert [one.images for one in report.runs] == [16, 16]
     assert report.has_same_pixels is True
     assert report.runs[0].workers == 1
-    assert len(said) == 2
+    assert len([line for line in said if "images each" in line]) == 2
     plans = [(tmp_path / name / ".run/plan/0.json").read_bytes() for name in ("one", "all")]
     assert plans[0] == plans[1]
 
@@ -50,3 +50,31 @@ def test_the_rate_is_that_of_the_time_in_which_all_were_at_work(tmp_path: Path) 
     assert measured.window_s == pytest.approx(5.0)
     assert measured.images_per_s == pytest.approx(2 / 5.0)
     assert measured.versions == dict(next(Ledger(run.root, run.files).committed(run.index().shards)).versions)
+
+
+def measured_as(workers: int, images: int, images_per_s: float) -> Measured:
+    return Measured(workers, images, [images], 0.0, images_per_s, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (measured_as(1, 2, 0.0), "2 rows are too few for a rate of 2 workers"),
+        (measured_as(1, 8, 1.0), "8 rows are too few for 2 workers: 1 made all of them"),
+        (measured_as(2, 8, 0.0), "8 rows are too few for a rate of 2 workers: one had written its last image before"),
+        (measured_as(2, 8, 1.0), ""),
+    ],
+)
+def test_too_few_rows_are_said_to_be(measured: Measured, said: str) -> None:
+    assert too_few(measured, 2).startswith(said.replace("a rate of ", "") if measured.workers == 1 else said)
+    assert bool(said) == too_few(measured, 2).endswith("ask for more with --rows")
+
+
+def test_too_few_rows_give_no_figure(tmp_path: Path) -> None:
+    """Two rows in one batch: nothing is written after the first."""
+    source, report, said = runs.prompts(tmp_path / "m.parquet", 2), Comparison("pattern", {}, 2), list[str]()
+    compare(report, source, tmp_path, load_job(None, OPTIONS), worker_seats(2), said.append)
+    assert report.speedup is None
+    assert report.has_same_pixels is True
+    assert not [line for line in said if "0.000" in line]
+    assert [line for line in said if "too few" in line]

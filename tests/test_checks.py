@@ -140,6 +140,10 @@ def test_every_cell_is_resolved_or_named_once(pair: tuple[dict[str, pa.Array], l
         assert found == one.values
 
 
+KNOWN = "known: ddim, pndm, euler, euler_ancestral, heun, deis, dpmpp_2m, dpmpp_2m_karras"
+KNOWN += ", or a scheduler's class in diffusers, such as UniPCMultistepScheduler"
+
+
 def bad_of(column: str, values: Any, *overrides: str, **others: list[Any]) -> list[BadCell]:
     size = len(values)
     columns = {"prompt": pa.array([f"prompt {n}" for n in range(size)])}
@@ -168,7 +172,7 @@ def bad_of(column: str, values: Any, *overrides: str, **others: list[Any]) -> li
         ("num_images", [-1, 1_000_001], "must be a whole number from 1 to 1000000"),
         ("width", [-8, 32_776], "must be a whole number of pixels up to 32768"),
         ("height", [63, 0], "must be a multiple of 8, at least 64 (--set plan.size_policy=round rounds)"),
-        ("sampler", ["ddin", "ddi"], "there is no sampler {value}; did you mean 'ddim'?"),
+        ("sampler", ["ddin", "ddi"], "there is no sampler {value}; did you mean 'ddim'? (" + KNOWN + ")"),
         ("id", pa.array([1.0, 2.0]), "must be text or a whole number; the column's type is double"),
         ("id", pa.nulls(2), "must be text or a whole number: give every row an id, or drop the column"),
         ("caption", garbled([b"\xff", b"\xc3"], pa.large_string()), "must be UTF-8 text"),

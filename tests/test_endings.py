@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.generator import DeviceLost
 from batchgen.starts import MOST
+from batchgen.stopping import SIGNALS
 from batchgen.worker import Worker
 from tests import runs
 
@@ -92,12 +94,28 @@ def test_failed_rows(tmp_path: Path, num_bad: int) -> None:
     rows = [{"id": str(n), "prompt": "fault: nan" if n < num_bad else "a fox"} for n in range(3)]
     ended = runs.run(runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out", *FAULTS)
     assert (ended.code, balance(ended)) == (3, (3, 3 - num_bad, num_bad, 0, 0))
+    out = tmp_path / "out"
+    assert (
+        f"{num_bad} row{'s' * (num_bad > 1)} failed; {out}/failures.parquet says why, and batchgen retry {out}"
+        in ended.err
+    )
+    assert "rejected" not in ended.err.split("failures.parquet")[1]
+
+
+def test_a_retry_of_nothing_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert runs.run(runs.prompts(tmp_path / "m.parquet", 2), out).code == 0
+    ended = runs.batchgen("retry", out)
+    assert (ended.code, balance(ended)) == (0, (2, 2, 0, 0, 0))
+    assert f"no row of {out} has failed: there is nothing to try again" in ended.err
+    assert not (out / ".run/plan/1.json").exists()
 
 
 def test_rejected_rows(tmp_path: Path) -> None:
     source = runs.manifest(tmp_path / "m.parquet", {"prompt": ["a fox", None], "width": [64, 64]})
     ended = runs.run(source, tmp_path / "out", "--on-bad-row", "skip")
     assert (ended.code, balance(ended)) == (3, (2, 1, 0, 1, 0))
+    assert f"1 row rejected; {tmp_path}/out/rejected.parquet says why" in ended.err
 
 
 def test_bad_job_and_bad_manifest(tmp_path: Path) -> None:
@@ -224,6 +242,90 @@ def test_a_signal_is_obeyed_at_once_where_no_row_is_made(
     assert ("nothing is planned yet" in ended.err) == (not said)
     assert runs.run(source, out).code == 0
     assert len(runs.check_images(out)) == 3
+
+
+def hidden(pid: int) -> set[signal.Signals]:
+    """The signals that a process has blocked."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)  # type: ignore[index]
+    return {number for number in SIGNALS if mask >> (number - 1) & 1}
+
+
+class Program:
+    """`python -m batchgen ARGS`, from its first instruction on."""
+
+    def __init__(self, *args: object) -> None:
+        words = [sys.executable, "-m", "batchgen", *map(str, args)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, cwd=runs.ROOT)
+
+    def until(self, is_so: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not is_so():
+            assert self.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def end(self) -> runs.Ended:
+        out, err = self.process.communicate(timeout=120)
+        return runs.Ended(self.process.returncode, out, err)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_the_program_is_loaded_stops_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    """From the first moment that it has one, and twice within a second."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    program = Program("run", source, "-o", out, "--model", "pattern")
+    program.until(lambda: hidden(program.process.pid))
+    program.process.send_signal(number)
+    program.process.send_signal(number)
+    ended = program.end()
+    assert (ended.code, ended.out) == (75, ""), ended
+    assert f"stopped by {number.name}, while no row was being made; the same command goes on" in ended.err
+    assert not out.exists()
+
+
+def test_a_signal_at_any_time_of_the_start(tmp_path: Path) -> None:
+    """Wherever it comes in the two seconds or so until rows are made."""
+    source, out = slow(tmp_path / "m.parquet", 500), tmp_path / "out"
+    for number in range(8):
+        program = Program("run", source, "-o", out, "--model", "pattern", *SMALL, *FAULTS)
+        program.until(lambda program=program: hidden(program.process.pid))  # type: ignore[misc]
+        time.sleep(0.25 * number)
+        program.process.send_signal(signal.SIGTERM)
+        ended = program.end()
+        assert ended.code == 75, ended
+        assert "stopped by SIGTERM" in ended.err
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", 1)])
+def test_no_signal_stays_blocked_where_rows_are_made(tmp_path: Path, workers: tuple[object, ...]) -> None:
+    """Not in the process, nor in those that it starts."""
+    source, out = slow(tmp_path / "m.parquet", 3, 600), tmp_path / "out"
+    program = Program("run", source, "-o", out, "--model", "pattern", *FAULTS, *workers, "--grace", "5.1")
+    try:
+        program.until(lambda: list(out.glob(".run/claims/*-?")))
+        pid = program.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == bool(workers)
+        assert not any(hidden(int(one)) for one in (pid, *children))
+    finally:
+        program.process.send_signal(signal.SIGTERM)
+    assert program.end().code == 75
+
+
+@pytest.mark.parametrize("command", ["verify", "retry", "finalize", "plan", "status"])
+def test_other_commands_hear_a_signal_at_once(tmp_path: Path, command: str) -> None:
+    """They have nothing to finish."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    words = ["plan", source, "--model", "pattern"] if command == "plan" else [command, out]
+    place = "batchgen.rundir:survey" if command == "plan" else "batchgen.rundir:load_index"
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
+        process = runs.Process(*words, puts={place: runs.sleep})
+        wait_until_asleep(process)
+        process.signal(number)
+        assert process.wait().code == code
 
 
 def sleep_and_turn_the_signal_into_an_error(*arguments: object, **options: object) -> None:

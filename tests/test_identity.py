@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchgen import identity, manifest, survey
 from batchgen.checks import Rules, identify
 from batchgen.columns import is_given, is_text, plain, retyped
+from batchgen.errors import UsageError
 from batchgen.identity import (
     Digests,
     Redrawn,
@@ -354,3 +355,12 @@ def test_num_images_gives_each_image_a_number_and_a_seed_of_its_own() -> None:
 def test_explicit_seeds_are_kept_even_where_their_noise_meets() -> None:
     rows = _frozen_rows({"prompt": ["a"] * 3, "seed": pa.array([0, 2**32, 0], pa.uint64())})
     assert [row["seed"] for row in rows] == [0, 2**32, 0]
+
+
+def test_a_row_that_no_draw_gives_a_seed_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More draws than a plan that grows would recognise."""
+    monkeypatch.setattr(identity, "derived_seeds", lambda ids, number, seed, salt=0: np.full(len(ids), 7, np.uint64))
+    rows = Digests(np.arange(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
+    keys = noise_keys(np.zeros(2, np.uint32), np.full(2, 7, np.uint64))
+    with pytest.raises(UsageError, match=r"64 draws have given a row no seed of its own: .* give them seeds"):
+        _settled(rows, keys, np.ones(2, bool))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from PIL import Image as Picture
 
 from batchgen.errors import UsageError
 from batchgen.importer import import_rows
+from tests import runs
 
 ROWS: dict[str, list[Any]] = {
     "caption": ["a red apple", 'a "cat"\nin two lines', "🐉龍é"],
@@ -103,3 +109,38 @@ def test_empty_folder_and_unknown_name(tmp_path: Path) -> None:
         import_rows(str(tmp_path / "empty"), tmp_path / "o.parquet")
     with pytest.raises(UsageError, match="nobody/no-such-set is no file or folder here, and cannot be loaded"):
         import_rows("nobody/no-such-set", tmp_path / "o.parquet")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_without_a_network_it_fails_in_seconds(tmp_path: Path, answers: bool) -> None:
+    """The hub is asked once: it refuses the connection, or takes it and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if answers:
+            server.close()
+        own = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        words = [sys.executable, "-c", PROGRAM.format(0.5), "import", "nobody/no-such-set", "-o", "o.parquet"]
+        environment = {**os.environ, **own, "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(runs.ROOT)}
+        ended = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        num_asked = 0 if answers else asked(server)
+    assert ended.returncode == 2, ended.stderr
+    said = "nobody/no-such-set is no file or folder here, and cannot be loaded as a data set: the hub gave: "
+    assert ended.stderr.startswith(f"batchgen: {said}"), ended.stderr
+    assert "the local cache does not have it. Check the name, the network" in ended.stderr
+    assert num_asked <= 2
+
+
+PROGRAM = "from batchgen.sources import hub; hub._HUB_TIMEOUT_S = {}; from batchgen.cli import main; main()"
+
+
+def asked(server: socket.socket) -> int:
+    """Connections that were made to a server that takes none."""
+    server.setblocking(False)
+    for number in itertools.count():
+        try:
+            server.accept()[0].close()
+        except BlockingIOError:
+            return number
+    raise AssertionError

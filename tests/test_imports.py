@@ -41,7 +41,7 @@ LAYERS = [
     plan_reader engine.safety
     engine.engine balance differences progress stopping importer
     rundir making
-    marker publish report starts
+    marker publish report starts presence
     mending appending
     epoch finalize verify
     repairing

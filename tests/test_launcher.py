@@ -112,6 +112,34 @@ def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, wait
     assert not start_time(first)
 
 
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_process_that_cannot_be_killed_does_not_hold_the_command_up(tmp_path: Path, signals: int) -> None:
+    source, out = slow(tmp_path / "m.parquet", 10, 3600), tmp_path / "out"
+    times = {"batchgen.launcher:END_S": 0.5, "batchgen.launcher:AT_ONCE_S": 0.5, "batchgen.launcher:KILL_S": 0.5}
+    grace = ("--grace", "5.5" if signals == 1 else "3600")
+    options = (*HALVES, *FAULTS, *grace, "--workers", 2)
+    process = runs.start(source, out, *options, puts={"batchgen.launcher:Child": runs.Unkillable, **times})  # type: ignore[dict-item]
+    until(lambda: len(holders(out)) == 2, process)
+    pids = sorted(holders(out).values())
+    for number in pids:
+        os.kill(number, signal.SIGSTOP)
+    try:
+        process.signal(signal.SIGTERM)
+        if signals == 2:
+            time.sleep(2.2)
+            process.signal(signal.SIGTERM)
+        ended = process.wait(PATIENCE_S)
+        assert all(map(start_time, pids))
+    finally:
+        for number in pids:
+            os.kill(number, signal.SIGKILL)
+    assert ended.code == 75, ended
+    assert "10 rows = 0 done" in ended.closing_line
+    for number in pids:
+        assert f"its process {number} has not ended" in ended.err
+    assert "Traceback" not in ended.err
+
+
 def test_a_worker_that_dies_over_a_retried_row_is_replaced(tmp_path: Path) -> None:
     """Rows that a later plan has taken over are settled by no receipt of the earlier one."""
     rows = [{"id": f"row-{n}", "prompt": "fault: exit" if n == 3 else "a fox"} for n in range(8)]
@@ -158,7 +186,8 @@ def test_a_second_signal_to_the_whole_group_stops_all_at_once(tmp_path: Path) ->
     process = runs.start(source, out, *options, own_group=True)
     until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
-    time.sleep(1.0)  # From the claim to the first batch: before it a worker has nothing to finish.
+    until(lambda: len(list(out.glob(".run/work/*"))) == 2, process)  # Before a part a worker has nothing to finish.
+    time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(2.2)
     assert process.is_running

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +15,19 @@ from typing import Any
 import pytest
 
 from batchgen import epoch, runner
+from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS
+from batchgen.owners import mark, this_process
 from batchgen.plan_index import load_index
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import run_job
 from batchgen.verify import verify
 from tests.plans import folder, pattern_job, write
+from tests.processes import PROCESSES
 from tests.shards import FORMATS
 
 OPTIONS = ("plan.batch_sizes=[1, 3]", "plan.shard_images=2", "plan.on_bad_row=skip", "output.encoders=1")
@@ -105,6 +111,11 @@ def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path / "run"
 
 
+def number_of(request: pytest.FixtureRequest) -> int:
+    """Of the format of a settled run."""
+    return FORMATS.index(request.node.callspec.params["settled"])
+
+
 def test_two_finalizers_at_once_write_what_one_writes(
     settled: Path, memory: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -113,7 +124,7 @@ def test_two_finalizers_at_once_write_what_one_writes(
     shutil.copytree(settled, undisturbed.path)
     finalize(undisturbed)
     assert contents(undisturbed)
-    for step in itertools.count(1 + FORMATS.index(request.node.callspec.params["settled"]), 3):
+    for step in itertools.count(1 + number_of(request), 3):
         path = memory / f"{step}" / "run"
         shutil.copytree(settled, path)
         files = Overtaken(step, lambda path=path: finalize(RunDirectory(path)))  # type: ignore[misc]
@@ -181,3 +192,105 @@ def test_an_owner_publishes_while_its_part_is_published_and_the_run_finalized(se
         if files.left > 0:
             break
     assert step > 3
+
+
+def finalize_until(path: Path, step: int) -> None:
+    """Die by SIGKILL at the n-th step."""
+    finalize(RunDirectory(path, Overtaken(step, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+
+
+def left_over(run: RunDirectory) -> list[str]:
+    """What no finished run has in its bookkeeping."""
+    found = [name for name in os.listdir(run.root) if name.startswith("finalize-") or name.endswith((".tmp", ".link"))]
+    return found + [name for name in os.listdir(run.root / "claims") if name.startswith("now.")]
+
+
+def test_what_a_killed_finalizer_left_is_swept_by_the_next(
+    settled: Path, memory: Path, request: pytest.FixtureRequest
+) -> None:
+    """Real processes, killed at every fourth of their steps, in one format or another."""
+    num_left = 0
+    for step in itertools.count(1 + 4 * number_of(request), 4 * len(FORMATS)):
+        run = RunDirectory(memory / f"{step}" / "run")
+        shutil.copytree(settled, run.path)
+        process = PROCESSES.Process(target=finalize_until, args=(run.path, step))
+        process.start()
+        process.join()
+        num_left += bool(left_over(run))
+        assert finalize(run).line() == LINE  # type: ignore[union-attr]
+        assert left_over(run) == []
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert num_left > 1
+
+
+LEFT = (
+    "finalize-0a0b{0}",
+    "finalize-0a0b{0}.0c0d.tmp",
+    "marker.0a0b{0}.tmp",
+    "card.0a0b{0}.tmp",
+    "claims/now.0a0b{0}.tmp",
+)
+
+
+def leave(run: RunDirectory, owner: str, age_s: float) -> list[Path]:
+    """What a killed finalizer and a killed worker leave, last changed so long ago; the folder's file, not itself."""
+    paths = [run.root / name.format(owner) for name in LEFT]
+    for path in paths:
+        if path.name.startswith("finalize-"):
+            path.mkdir()
+            path = path / "table-0.parquet"
+        path.write_bytes(b"half")
+        for one in {path, path.parent} - {run.root, run.root / "claims"}:
+            os.utime(one, (time.time() - age_s,) * 2)
+    return paths
+
+
+def test_what_may_still_be_needed_is_not_swept(settled: Path, memory: Path) -> None:
+    """By a process that lives, or by one of another machine that changed something within the day."""
+    run, me = RunDirectory(memory / "run"), this_process()
+    shutil.copytree(settled, run.path)
+    machine, pid, start = mark(me).split("-")
+    for owner, age_s in ((f".{mark(me)}", 3600.0), (f".{'0' * 8}-{pid}-{start}", 3600.0), ("", 3600.0)):
+        paths = leave(run, owner, age_s)
+        finalize(run)
+        assert all(path.exists() for path in paths)
+    for name in (".{0}-{1}-{2}0", ".{0}-0-{2}"):
+        paths = leave(run, name.format(machine, pid, start), 0.0)
+        finalize(run)
+        assert not any(path.exists() for path in paths)
+    assert left_over(run)
+    leave(run, ".mine", 25 * 3600.0)
+    for path in run.root.glob("finalize-*/*"):
+        os.utime(path, (time.time() - 25 * 3600.0,) * 2)
+    finalize(run)
+    assert not [name for name in left_over(run) if "mine" in name]
+
+
+def test_a_finalizer_that_was_taken_for_dead_says_so_and_harms_nothing(
+    settled: Path, memory: Path, request: pytest.FixtureRequest
+) -> None:
+    """It slept for days, say, and another one finished the run."""
+    undisturbed = RunDirectory(memory / "0" / "run")
+    shutil.copytree(settled, undisturbed.path)
+    finalize(undisturbed)
+    num_swept = 0
+    for step in itertools.count(1 + 3 * number_of(request), 3 * len(FORMATS)):
+        run = RunDirectory(memory / f"{step}" / "run")
+        shutil.copytree(settled, run.path)
+
+        def finish(run: RunDirectory = run) -> None:
+            for scratch in run.root.glob("finalize-*"):
+                shutil.rmtree(scratch)
+            finalize(RunDirectory(run.path))
+
+        files = Overtaken(step, finish)
+        try:
+            finalize(RunDirectory(run.path, files))
+        except Interrupted as error:
+            num_swept += "another process took this one for dead" in str(error)
+        assert contents(run) == contents(undisturbed)
+        if files.left > 0:
+            break
+    assert num_swept > 1

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,14 @@ def test_a_fingerprint_of_rows_tells_any_change(texts: list[str]) -> None:
         with folder() as path:
             prints.add(frozen(path, variant).index.fingerprint["manifest.rows"])
     assert len(prints) == len(variants)
+
+
+@pytest.mark.parametrize("place", ["../0.parquet", "/etc/0.parquet", "a/../../b", "..", "/"])
+@pytest.mark.parametrize("name", ["folder", "rejected", "files"])
+def test_an_index_whose_files_lie_elsewhere_is_refused(tmp_path: Path, name: str, place: str) -> None:
+    """Whatever is read or swept by it lies under the plan's folder."""
+    index = frozen(tmp_path, {"prompt": ["a"]}).index
+    changed = {"files": tuple(replace(one, name=place) for one in index.files)} if name == "files" else {name: place}
+    content = replace(index, **changed).to_bytes("token")
+    with pytest.raises(UsageError, match=r"0\.json is not a plan's index"):
+        PlanIndex.from_bytes(content, Path("0.json"))

@@ -88,6 +88,7 @@ def test_a_model_that_was_not_fetched_is_an_error_in_seconds(hub: Hub, tmp_path:
     wanted = f"batchgen prefetch {hub.name} --set model.revision=main --set model.variant=fp16"
     assert ended.err.strip().endswith(f"fetch it once, where there is a network: {wanted}"), ended.err
     assert "neither a local folder nor whole in the hub's cache" in ended.err
+    assert "local_files_only" not in ended.err
     assert hub.requests == []
     assert not (tmp_path / "out").exists()
 

@@ -27,7 +27,7 @@ CALLS = ("link", "unlink", "fsync", "rename", "mkdir")
 SIMULATED = {"link": "link", "remove": "unlink", "sync": "fsync", "sync_folder": "fsync", "rename": "rename"}
 PASSING = re.compile(r"\.arrow|^\.")
 """Files by which a table is put in order, and what lies outside the run directory."""
-TOKEN = re.compile(r"(?<=[.-])[0-9a-f]{4,16}(?=\.tmp|\.link|/|$)")
+TOKEN = re.compile(r"(?<=[.-])[0-9a-f]{4,16}(\.[0-9a-f]{8}-\d+-\d*)?(?=\.tmp|\.link|/|$)")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.bench import siege as siege_module
 from batchgen.bench.aftermath import Loss, compare, loss
-from batchgen.bench.siege import Targets
+from batchgen.bench.siege import Siege, Targets
 from batchgen.bench.soak import write_manifest
 from batchgen.bench.victims import Log, Made, Order, Victim
 from batchgen.rundir import RunDirectory
@@ -43,6 +45,9 @@ def check(ended: runs.Ended, report: dict[str, object], kills: int) -> None:
 def test_fifteen_kills(tmp_path: Path) -> None:
     ended, report = soak(tmp_path, 15, "--rows", 40, "--workers", "2", "--formats", "files", "--seed", 5)
     check(ended, report, 15)
+    assert ended.out.startswith("at least 15 kills; a run directory that is begun is ended")
+    assert re.search(r"run-1-files: one worker after another is to die, at \d+ places, until", ended.out)
+    assert "10 kills so far\n20 kills so far" in ended.out
     steps = report["steps"]
     assert isinstance(steps, dict)
     assert {"link .run/claims/N", "link .run/receipts/N", "rename data/N", "rename _SUCCESS"} <= steps["files"].keys()
@@ -215,3 +220,28 @@ def test_rows_that_were_taken_away_are_no_cost_of_the_kill() -> None:
     taken = log("a", "b", "e")
     taken.closed = [(2, "00000-0")]
     assert loss(taken, frozenset(), SHARD) == Loss(1, 1, 0.0)
+
+
+@pytest.mark.parametrize("ends", ["sweep", "go"])
+def test_no_worker_outlives_a_siege_that_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """By Ctrl-C, say, while workers are awaited."""
+    source = runs.manifest(tmp_path / "m.parquet", [{"id": "a", "prompt": "fault: slow 600"}])
+    words = [str(source), "-o", str(tmp_path / "out"), "--model", "pattern", "--set", "model.variant=faults"]
+    siege = Siege(
+        RunDirectory(tmp_path / "out"), words, Targets(["link nowhere"]), Random(0), 2, tmp_path, lambda: None
+    )
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(siege_module.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        siege.sweep() if ends == "sweep" else siege.go(5)
+    monkeypatch.undo()
+    assert siege._victims
+    deadline = time.monotonic() + 60
+    while any(one.exit_code is None for one in siege._victims):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

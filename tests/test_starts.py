@@ -10,10 +10,11 @@ import pytest
 
 from batchgen.balance import Balance, take_balance
 from batchgen.errors import BatchgenError
+from batchgen.filesystem import FileStat, FileSystem
 from batchgen.ledger import Ledger
 from batchgen.owners import Owner, this_process
 from batchgen.rundir import RunDirectory, open_run
-from batchgen.starts import MOST, Starts
+from batchgen.starts import LOOKS, MOST, Starts
 from tests import runs
 from tests.plans import pattern_job
 
@@ -123,3 +124,42 @@ def test_a_start_that_ends_early_says_so(run: RunDirectory) -> None:
         raise KeyError
     (mine,) = [name for name in names(run) if not name.endswith(".ended")]
     assert names(run) == [mine, f"{mine}.ended"]
+
+
+def test_an_end_without_its_start_is_swept_and_none_is_left(run: RunDirectory) -> None:
+    """Another forgot the start, after progress, while it came to its end."""
+    starts = Starts(run)
+    starts.begin(balance(run))
+    (mine,) = names(run)
+    (run.root / "starts" / mine).unlink()
+    starts.end(is_early=True)
+    assert names(run) == []
+    (run.root / "starts" / "0a0b.ended").touch()
+    Starts(run).begin(balance(run))
+    assert [name for name in names(run) if name.endswith(".ended")] == []
+
+
+class Counting(FileSystem):
+    """Counts the files that are read or asked after."""
+
+    num: int
+
+    def read(self, path: Path) -> bytes | None:
+        self.num += 1
+        return super().read(path)
+
+    def stat(self, path: Path) -> FileStat | None:
+        self.num += 1
+        return super().stat(path)
+
+
+def test_of_many_starts_few_are_read_and_those_that_ended_first(run: RunDirectory) -> None:
+    leave(run, ELSEWHERE, num=300)
+    counting = Counting()
+    counting.num = 0
+    Starts(RunDirectory(run.path, counting)).begin(balance(run))
+    assert counting.num < LOOKS + 20
+    for number in range(MOST):
+        (run.root / "starts" / f"elsewhere-{299 - number}.ended").touch()
+    with pytest.raises(BatchgenError, match="starts of this run ended"):
+        Starts(run).begin(balance(run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.ledger import Ledger
 from batchgen.owners import this_process
@@ -94,6 +96,24 @@ def test_dry_run_where_there_is_no_slurm(slurm: Fakes, monkeypatch: pytest.Monke
     ended = submit("m.parquet")
     assert (ended.code, slurm.calls("sbatch")) == (1, [])
     assert "there is no scontrol here; is this a machine of the cluster?" in ended.err
+
+
+@pytest.mark.parametrize("program", ["sbatch", "scontrol"])
+def test_without_slurm_nothing_is_planned(
+    slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    slurm.lack(program, monkeypatch)
+    ended = submit(prompts(3), "-o", "out")
+    assert ended.code == 1
+    assert f"there is no {program} here; is this a machine of the cluster?" in ended.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_could_not_be_sent_is_resumed(slurm: Fakes) -> None:
+    slurm.refuse("sbatch", "sbatch: error: no")
+    assert submit(prompts(3), "-o", "out").code == 1
+    slurm.answer("sbatch", "echo 7")
+    assert runs.batchgen("submit", "--resume", "out").code == 0
 
 
 def test_case_21_windows_above_the_limit(slurm: Fakes, tmp_path: Path) -> None:
@@ -229,3 +249,36 @@ def test_no_program_may_take_its_time(slurm: Fakes, monkeypatch: pytest.MonkeyPa
     slurm.answer("squeue", "exit 3")
     with pytest.raises(programs.SlurmError, match="squeue refuses: it ended with code 3"):
         programs.time_left_s("7")
+
+
+@pytest.mark.parametrize("name", ["request.json", "array.sbatch", "finish.sbatch"])
+def test_what_submit_leaves_is_whole_or_as_it_was(
+    slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A disk that fills up, or a kill, in the middle of writing."""
+    assert submit(prompts(3), "-o", "out").code == 0
+    folder = tmp_path / "out/.run/slurm"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    rename = FileSystem.rename
+
+    def refuses(self: FileSystem, source: Path, target: Path) -> None:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        rename(self, source, target)
+
+    monkeypatch.setattr(FileSystem, "rename", refuses)
+    assert submit("m.parquet", "-o", "out", "--set", "slurm.tasks=2", "--set", "slurm.time=3").code == 75
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after[name] == before[name]
+    assert after.keys() == before.keys()
+
+
+def test_a_device_and_several_gpus_a_task_are_refused(slurm: Fakes, tmp_path: Path) -> None:
+    """Before anything is planned: each task would end as soon as it started."""
+    device = ("--set", "engine.device=cuda:0")
+    ended = submit(prompts(3), "-o", "out", "--set", "slurm.gres=gpu:a100:4", *device)
+    assert ended.code == 2
+    assert "slurm.gres = 'gpu:a100:4' gives each task 4 GPUs" in ended.err
+    assert "engine.device = 'cuda:0' names one device for all; leave engine.device out" in ended.err
+    assert not (tmp_path / "out").exists()
+    assert submit("m.parquet", "-o", "out", "--set", "slurm.gres=gpu:1", *device).code == 0

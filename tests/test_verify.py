@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import verify as verifying
+from batchgen.errors import BatchgenError, Interrupted
+from batchgen.finalize import finalize
 from batchgen.ledger import Ledger, Receipt
 from batchgen.parts import part_reader
+from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
+from tests import runs as commands
 from tests.plans import finished
 from tests.shards import FORMATS
 
@@ -186,3 +193,104 @@ def test_the_row_table_of_failed_rows_is_read_too(tmp_path: Path) -> None:
     table.unlink()
     (fault,) = verify(run).faults
     assert fault.place == f".run/work/{table.name}"
+
+
+LOST = [errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EIO, errno.ESHUTDOWN, errno.EACCES, errno.EPERM]
+"""What a file system answers that is lost, or whose credentials have run out."""
+
+
+class _Lost(io.FileIO):
+    """A file whose disk answers with an error after so many bytes."""
+
+    def __init__(self, path: Path, code: int, num_bytes: int) -> None:
+        super().__init__(path)
+        self._code, self._left = code, num_bytes
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._left -= len(buffer)
+        if self._left < 0:
+            raise OSError(self._code, os.strerror(self._code))
+        return super().readinto(buffer) or 0
+
+    def readall(self) -> bytes:
+        raise OSError(self._code, os.strerror(self._code))
+
+
+@contextmanager
+def lost(place: Path, code: int, num_bytes: int) -> Iterator[None]:
+    """Within the block nothing under `place` can be opened, or read further than so many bytes."""
+    real = io.open
+
+    def opened(file: Any, *arguments: Any, **options: Any) -> Any:
+        if not isinstance(file, Path) or place not in (file, *file.parents):
+            return real(file, *arguments, **options)
+        if not num_bytes:
+            raise OSError(code, os.strerror(code), str(file))
+        return io.BufferedReader(_Lost(file, code, num_bytes), 16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(io, "open", opened)
+        yield
+
+
+@pytest.mark.parametrize("code", LOST, ids=lambda code: errno.errorcode[code])
+def test_a_lost_disk_is_no_damage(run: RunDirectory, code: int) -> None:
+    """Of parts and of their row tables, opened or read half; nothing is repaired for it either."""
+    (run.data / receipts(run)[0].part).touch()
+    for place in (run.data / receipts(run)[0].part, run.root / "work"):
+        for num_bytes in (0, 40):
+            with lost(place, code, num_bytes):
+                ended = commands.batchgen("verify", run.path, "--repair")
+            assert (ended.code, ended.out) == (75, ""), ended
+            assert os.strerror(code) in ended.err
+            assert "Everything committed is kept; run the same command again" in ended.err
+            assert "damaged" not in ended.err
+    assert not (run.plans / "1.json").exists()
+    assert verify(run).faults == ()
+
+
+@pytest.mark.parametrize("code", LOST, ids=lambda code: errno.errorcode[code])
+@pytest.mark.parametrize("format_name", ["webdataset", "parquet"])
+def test_a_part_on_a_lost_disk_is_not_written_anew(
+    runs: dict[str, Path], tmp_path: Path, format_name: str, code: int
+) -> None:
+    """While images are made again whose neighbours stay."""
+    shutil.copytree(runs[format_name], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    part = run.data / next(one for one in receipts(run) if len(one.ok) > 1).part
+    _, image = next(iter(part_reader(part)))
+    part.write_bytes(part.read_bytes().replace(image, bytes(len(image)), 1))
+    found = verify(run)
+    assert found.faults
+    with lost(part, code, 40), pytest.raises(Interrupted, match="is kept"):
+        repair(run, found.damaged)
+    repair(run, found.damaged)
+
+
+def test_a_run_directory_that_vanishes_is_no_damage(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mount is gone: an empty folder is in its place."""
+
+    def vanish(check: Any, receipts: Any) -> Any:
+        known = list(receipts)
+        run.path.rename(tmp_path / "elsewhere")
+        run.data.mkdir(parents=True)
+        return spread(check, known)
+
+    spread = verifying._spread
+    monkeypatch.setattr(verifying, "_spread", vanish)
+    with pytest.raises(Interrupted, match="the run directory is not there any more"):
+        verify(run)
+
+
+def test_a_finalize_whose_run_directory_vanishes_says_so(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vanish(*arguments: Any) -> None:
+        run.path.rename(tmp_path / "elsewhere")
+        raise BatchgenError("a part is missing")
+
+    monkeypatch.setattr("batchgen.finalize._withdraw", vanish)
+    with pytest.raises(Interrupted, match=r"the run directory is not there any more \(a part is missing\)"):
+        finalize(run)

@@ -258,7 +258,7 @@ def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_worke
     with workplace(options["folder"]) as folder:
         report = bench_workers(arch, workload, options["overrides"], seats, folder, _say)
     save(report, options["json_file"])
-    speedup = "not known" if report.speedup is None else f"{report.speedup:.3f}"
+    speedup = "not known, of too few rows" if report.speedup is None else f"{report.speedup:.3f}"
     _say(f"speed-up {speedup}, pixels {'the same' if report.has_same_pixels else 'DIFFER'}")
 
 

@@ -25,7 +25,7 @@ from batchgen.plan_reader import PlanReader, batches
 from batchgen.plans import freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
-from batchgen.wording import counted
+from batchgen.wording import counted, sized
 
 _CHUNK_ROWS = 500_000
 _SUBJECTS = ("a red fox", "an old lighthouse", "two paper boats", "a bowl of ripe lemons", "a stone bridge")
@@ -53,9 +53,9 @@ class PlanBench:
     versions: dict[str, str]
 
     def lines(self) -> Iterator[str]:
-        yield f"{counted(self.rows, 'row')} in {self.manifest_bytes / 1e6:,.0f} MB, {self.cores} cores"
+        yield f"{counted(self.rows, 'row')} in {sized(self.manifest_bytes)}, {self.cores} cores"
         yield f"check, identify, group and cut  {self.check_and_cut_s:7.1f} s"
-        yield f"freeze the plan                 {self.freeze_s:7.1f} s  ({self.plan_bytes / 1e6:,.0f} MB)"
+        yield f"freeze the plan                 {self.freeze_s:7.1f} s  ({sized(self.plan_bytes)})"
         yield f"total                           {self.total_s:7.1f} s"
         per_row = self.peak_bytes / self.rows
         yield f"peak resident memory            {self.peak_bytes / 1e9:7.2f} GB ({per_row:.0f} bytes a row)"

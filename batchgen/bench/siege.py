@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -125,30 +126,40 @@ class Siege:
     """From a SIGTERM to the end of its worker."""
     problems: list[str] = field(default_factory=list)
     _hunted: list[Hunted] = field(default_factory=list)
-    _num_started: int = 0
+    _victims: list[Victim] = field(default_factory=list)
+    """All that were started."""
 
     def sweep(self) -> None:
         """One worker after another dies at the next step that none has died at, until the run is finished."""
-        for order in self.targets.left():
-            one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
-            self._await([one.victim], _FINISH_S)
-            one.victim.send(signal.SIGKILL)
-            self._bury(one)
-            self.targets.misses[order.step, order.is_after] += 1
-            if is_finished(self.run) or self.problems:
-                break
-        self._finish()
+        with self._leaving_none():
+            for order in self.targets.left():
+                one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
+                self._await([one.victim], _FINISH_S)
+                one.victim.send(signal.SIGKILL)
+                self._bury(one)
+                self.targets.misses[order.step, order.is_after] += 1
+                if is_finished(self.run) or self.problems:
+                    break
+            self._finish()
 
     def go(self, num_kills: int) -> None:
         """Kill up to `num_kills` times, as long as the run is not finished; then finish it."""
-        try:
+        with self._leaving_none():
             while self.kills.total() < num_kills and not self.problems and not is_finished(self.run):
                 self._start()
                 self._tend()
                 time.sleep(_POLL_S)
-        finally:
             self._kill_all()
-        self._finish()
+            self._finish()
+
+    @contextmanager
+    def _leaving_none(self) -> Iterator[None]:
+        """However the block ends, no worker outlives it."""
+        try:
+            yield
+        finally:
+            for one in self._victims:
+                one.send(signal.SIGKILL)
 
     def _start(self) -> None:
         while len(self._hunted) < self.num_workers:
@@ -158,9 +169,9 @@ class Siege:
             self._hunted.append(Hunted(self._victim(order), order, until_s, counts_from_claim))
 
     def _victim(self, order: Order | None) -> Victim:
-        self._num_started += 1
-        words = ("run", *self.words)
-        return Victim(words, self.run.path, self.folder / f"worker-{self._num_started}", order)
+        folder = self.folder / f"worker-{len(self._victims) + 1}"
+        self._victims.append(Victim(("run", *self.words), self.run.path, folder, order))
+        return self._victims[-1]
 
     def _tend(self) -> None:
         for one in list(self._hunted):

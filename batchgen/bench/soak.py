@@ -28,6 +28,7 @@ from batchgen.bench.victims import Victim
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.rundir import RunDirectory
 from batchgen.version import VERSION
+from batchgen.wording import counted
 
 FORMATS = ("files", "parquet", "webdataset")
 COMMIT_EVERY_S = 0.2
@@ -35,6 +36,8 @@ _SIZES = ((64, 64), (96, 64), (128, 192), (320, 256), (64, 448), (256, 256))
 _DEATHS = 1_000_000
 """Of a shard's owners until its rows are suspected: never, where the soak is what kills them."""
 _UNDISTURBED_S = 300.0
+_SAID_EVERY = 10
+"""Kills from one line of progress to the next, where there is no terminal for a bar."""
 _FEW_ROWS = 40
 """Of the run directories in which every step is died at: few, so that the last ones are soon come to."""
 
@@ -143,6 +146,7 @@ class _Soak:
         self._say = say
         self._random = Random(settings.seed)
         self._kills: Counter[tuple[signal.Signals, bool]] = Counter()
+        self._num_seen = 0
         fewest, most = settings.workers
         self._report = Report(
             settings.seed,
@@ -157,6 +161,10 @@ class _Soak:
         settings, report, started = self._settings, self._report, time.monotonic()
         few = write_manifest(self._folder / "few.parquet", _FEW_ROWS, self._random)
         manifest = write_manifest(self._folder / "manifest.parquet", settings.rows, self._random)
+        self._say(
+            f"at least {counted(settings.kills, 'kill')}; a run directory that is begun is ended, so that it may be "
+            f"some dozens more. First {counted(2 * len(settings.formats), 'undisturbed run')}"
+        )
         with tqdm(total=settings.kills, unit="kill", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
             small = [self._undisturbed(name, few) for name in settings.formats]
             large = [self._undisturbed(name, manifest) for name in settings.formats]
@@ -187,23 +195,29 @@ class _Soak:
         truth = RunDirectory(self._folder / f"undisturbed-{manifest.stem}-{name}")
         words = ["run", *self._words(manifest, truth.path, name)]
         worker = Victim(words, truth.path, self._folder / f"{truth.path.name}-worker")
-        while worker.exit_code is None and worker.age_s < _UNDISTURBED_S:
-            time.sleep(0.01)
-        if worker.exit_code != 0:
+        try:
+            while worker.exit_code is None and worker.age_s < _UNDISTURBED_S:
+                time.sleep(0.01)
+        finally:
             worker.send(signal.SIGKILL)
+        if worker.exit_code != 0:
             raise BatchgenError(f"an undisturbed run ended with {worker.exit_code}:\n{worker.errors()}")
         return _Format(name, manifest, truth, Targets(worker.log().steps))
 
     def _sweep(self, of: _Format, bar: tqdm[NoReturn]) -> None:
         """Die at every step in turn, in one run directory."""
         siege = self._siege(of, 1, bar)
+        places = counted(len(of.targets.left()), "place")
+        self._say(f"{siege.run.path.name}: one worker after another is to die, at {places}, until the run is finished")
         siege.sweep()
         self._close(siege, of)
 
     def _besiege(self, of: _Format, bar: tqdm[NoReturn]) -> None:
         settings = self._settings
         siege = self._siege(of, self._random.randint(*settings.workers), bar)
-        siege.go(min(settings.kills_each, settings.kills - self._kills.total()))
+        most = min(settings.kills_each, settings.kills - self._kills.total())
+        self._say(f"{siege.run.path.name}: {siege.num_workers} at once, up to {counted(most, 'kill')}")
+        siege.go(most)
         self._close(siege, of)
 
     def _siege(self, of: _Format, workers: int, bar: tqdm[NoReturn]) -> Siege:
@@ -212,7 +226,13 @@ class _Soak:
         folder = self._folder / f"{run.path.name}-workers"
         folder.mkdir()
         words = self._words(of.manifest, run.path, of.name)
-        return Siege(run, words, of.targets, self._random, workers, folder, lambda: bar.update())
+        return Siege(run, words, of.targets, self._random, workers, folder, lambda: self._on_kill(bar))
+
+    def _on_kill(self, bar: tqdm[NoReturn]) -> None:
+        self._num_seen += 1
+        bar.update()
+        if bar.disable and self._num_seen % _SAID_EVERY == 0:
+            self._say(f"{counted(self._num_seen, 'kill')} so far")
 
     def _close(self, siege: Siege, of: _Format) -> None:
         self._kills += siege.kills

@@ -33,6 +33,7 @@ from batchgen.records import Batch
 
 _CALLS = ("link", "unlink", "fsync", "rename", "replace", "utime", "mkdir")
 _NAMES = (
+    (re.compile(r"\.[0-9a-f]{8}-\d+-\d*(?=[./]|$)"), ""),
     (re.compile(r"\d{5,}-\d+"), "N"),
     (re.compile(r"(?<![^-./])[0-9a-f]{8,16}(?![^./-])"), "T"),
     (re.compile(r"\d{4}(?=\.parquet)"), "0000"),

@@ -47,6 +47,11 @@ class Measured:
     versions: dict[str, str]
     """As a worker reported them."""
 
+    @property
+    def has_rate(self) -> bool:
+        """Whether any image was written in the window."""
+        return self.images_per_s > 0
+
 
 @dataclass(slots=True)
 class Comparison:
@@ -57,7 +62,7 @@ class Comparison:
     cores: int
     runs: list[Measured] = field(default_factory=list)
     speedup: float | None = None
-    """Images a second of the last run over those of the first."""
+    """Images a second of the last run over those of the first; None where there were too few rows to tell."""
     has_same_pixels: bool | None = None
 
 
@@ -70,7 +75,8 @@ def compare(report: Comparison, manifest: Path, folder: Path, job: Job, seats: t
         shutil.copytree(one / ".run" / name, all_ / ".run" / name)
     (all_ / "data").mkdir()
     report.runs.append(_run(manifest, all_, job, seats, say))
-    report.speedup = ratio(report.runs[1].images_per_s, report.runs[0].images_per_s)
+    if not any(map(too_few, report.runs, (1, len(seats)))):
+        report.speedup = ratio(report.runs[1].images_per_s, report.runs[0].images_per_s)
     report.has_same_pixels = _pixels(one) == _pixels(all_)
 
 
@@ -87,11 +93,30 @@ def _run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say)
     if ending.exit_code:
         raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")
     measured = measure(out, whole_s)
+    speed = f"{measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s"
     say(
-        f"{counted(measured.workers, 'worker')}: {measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s, "
+        f"{counted(measured.workers, 'worker')}: {speed if measured.has_rate else 'no rate'}, "
         f"{measured.images_of_each} images each; {whole_s:.1f} s in all"
     )
+    if why := too_few(measured, len(seats)):
+        say(why)
     return measured
+
+
+def too_few(measured: Measured, num_workers: int) -> str:
+    """Why a run of so many workers gives no rate of theirs, and what to do; "" if it does."""
+    rows = counted(measured.images, "row")
+    if measured.workers < num_workers:
+        return (
+            f"{rows} are too few for {num_workers} workers: {measured.workers} made all of them before the others had "
+            "a shard; ask for more with --rows"
+        )
+    if not measured.has_rate:
+        return (
+            f"{rows} are too few for a rate of {counted(num_workers, 'worker')}: one had written its last image before "
+            "every one had written its first batch; ask for more with --rows"
+        )
+    return ""
 
 
 def measure(out: Path, whole_s: float) -> Measured:

@@ -79,7 +79,11 @@ class Facts:
             return found
         known = {_plain(known): known for known in reversed(list(self.samplers))}
         near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
-        hint = f"did you mean {known[near[0]]!r}?" if near else f"known: {', '.join(self.samplers)}"
+        short = ", ".join(one for one in self.samplers if one in SAMPLERS)
+        classes = next((one for one in reversed(list(self.samplers)) if one not in SAMPLERS), "")
+        or_class = f", or a scheduler's class in diffusers, such as {classes}" if classes else ""
+        takes = f"known: {short}{or_class}"
+        hint = f"did you mean {known[near[0]]!r}? ({takes})" if near else takes
         raise UsageError(f"there is no sampler {name!r}; {hint}")
 
 

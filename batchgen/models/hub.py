@@ -18,14 +18,16 @@ _HUB_TIMEOUT_S = 5.0
 def cached(model: Model, *, has_checker: bool = False) -> Path:
     """The folder of a hub id in the local cache; the network is not asked. Raises UsageError if it is not there."""
     from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return _found(model)
     except Exception as error:  # which ones there are differs between the hub package's versions
+        # Where nothing is cached the package tells programmers to pass an argument.
+        why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({first_line(error)})"
         raise UsageError(
-            f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE} "
-            f"({first_line(error)}); fetch it once, where there is a network: "
-            f"{prefetch_command(model, has_checker=has_checker)}"
+            f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE}"
+            f"{why}; fetch it once, where there is a network: {prefetch_command(model, has_checker=has_checker)}"
         ) from None
 
 

@@ -52,7 +52,9 @@ def submit(
         options["overrides"] = (*options["overrides"], "slurm.requeue=true")
     request, place = _request(manifest, out, resume, options)
     job = job_of(request.options)
-    given = submission(request, place, job.slurm)
+    given = submission(request, place, job)
+    # Before anything is planned: where there is no Slurm, nothing is left behind.
+    max_size = max_array_size(may_guess=dry_run)
     left = _left(request, place, job, is_planned=bool(resume), is_dry=dry_run)
     for line in left.said:
         say(line)
@@ -60,7 +62,7 @@ def submit(
     if num_tasks == 0:
         say("nothing is submitted: no shard is left that nobody works on")
         return
-    arrays = windows(num_tasks, max_array_size(may_guess=dry_run), job.slurm.throttle)
+    arrays = windows(num_tasks, max_size, job.slurm.throttle)
     if dry_run:
         _show(given, arrays)
         return

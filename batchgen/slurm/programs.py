@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,16 @@ def submit(script: Path, options: Sequence[str] = ()) -> str:
     if not job_id.isdecimal():
         raise SlurmError(f"sbatch answered {answer.strip()!r} where a job's id was expected; look with squeue --me")
     return job_id
+
+
+def require(program: str) -> None:
+    """Raises SlurmError where a program is not there."""
+    if shutil.which(program) is None:
+        raise _missing(program)
+
+
+def _missing(program: str) -> SlurmError:
+    return SlurmError(f"there is no {program} here; is this a machine of the cluster?")
 
 
 def requeue(name: str) -> None:
@@ -70,7 +81,7 @@ def _call(words: list[str], timeout_s: float) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
     except FileNotFoundError:
-        raise SlurmError(f"there is no {words[0]} here; is this a machine of the cluster?") from None
+        raise _missing(words[0]) from None
     except OSError as error:
         raise SlurmError(f"{words[0]} cannot be run: {error}") from None
     except subprocess.TimeoutExpired:

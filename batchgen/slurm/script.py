@@ -30,6 +30,8 @@ class Submission:
     """What stands for `batchgen`, as shell text."""
     cache: Path
     """What all tasks share beside the run directory: compiled kernels, measured costs."""
+    device: str | None = None
+    """The job's `engine.device`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ def check(submission: Submission) -> None:
         raise UsageError(f"slurm.nodes = {slurm.nodes} needs slurm.launcher = 'srun', which starts a worker on each")
     if slurm.nodes > 1 and slurm.requeue:
         raise UsageError("slurm.requeue needs a task for each worker: ask for slurm.nodes = 1 and for more slurm.tasks")
+    num_gpus = _num_gpus(slurm.gres or "")
+    if num_gpus > 1 and submission.device is not None:
+        raise UsageError(
+            f"slurm.gres = {slurm.gres!r} gives each task {num_gpus} GPUs, and a worker to each, but engine.device = "
+            f"{submission.device!r} names one device for all; leave engine.device out, or ask for one GPU a task"
+        )
     for path in map(str, (submission.out, submission.folder, submission.cache)):
         if not path.isprintable() or "\\" in path:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.balance import take_balance
+from batchgen.disk import FILES
 from batchgen.errors import UsageError
-from batchgen.filesystem import resumable
-from batchgen.job import Slurm
+from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.models.hashes import cache_dir
 from batchgen.options import words_of
@@ -38,9 +39,8 @@ class Request:
     """The job options of the command line."""
 
     def keep(self, out: Path) -> None:
-        with resumable(out):
-            (out / FOLDER).mkdir(parents=True, exist_ok=True)
-            (out / FOLDER / REQUEST).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        FILES.make_folder(out / FOLDER)
+        _put(out / FOLDER / REQUEST, json.dumps(asdict(self)))
 
     @classmethod
     def of(cls, out: Path) -> Request:
@@ -69,8 +69,19 @@ class Sent:
         return [job_id for _, job_id in self.arrays]
 
 
-def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
+def _put(path: Path, text: str) -> None:
+    """Write a file whole, or leave the one that is there."""
+    temp = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        FILES.write(temp, text.encode())
+        FILES.replace(temp, path)
+    finally:
+        FILES.remove(temp)
+
+
+def submission(request: Request, out: Path, job: Job) -> Submission:
     """What the scripts say of a request. Raises UsageError for what they cannot say."""
+    slurm = job.slurm
     program = slurm.program or ("batchgen" if slurm.container else f"{shlex.quote(sys.executable)} -m batchgen")
     names = [str(Path(request.folder, name)) for name in request.manifest]
     found = Submission(
@@ -79,6 +90,7 @@ def submission(request: Request, out: Path, slurm: Slurm) -> Submission:
         folder=Path(request.folder),
         words=(*names, "-o", str(out), *words_of(request.options)),
         program=program,
+        device=job.engine.device,
         cache=Path(request.folder, slurm.cache) if slurm.cache else cache_dir().absolute(),
     )
     check(found)
@@ -111,9 +123,8 @@ def send(given: Submission, arrays: Sequence[Window]) -> Sent:
     """Write the scripts into the run directory and submit them. Raises programs.SlurmError, which says what was
     submitted before."""
     folder = given.out / FOLDER
-    with resumable(folder):
-        (folder / ARRAY).write_text(array_script(given, arrays[0]), encoding="utf-8")
-        (folder / FINISH).write_text(finish_script(given), encoding="utf-8")
+    _put(folder / ARRAY, array_script(given, arrays[0]))
+    _put(folder / FINISH, finish_script(given))
     ids: list[str] = []
     try:
         for window in arrays:
@@ -148,8 +159,11 @@ def told(sent: Sent, given: Submission) -> str:
 
 
 def max_array_size(*, may_guess: bool) -> int:
-    """The cluster's; where there is none and nothing is sent, Slurm's default."""
+    """The cluster's; where there is none and nothing is sent, Slurm's default. Raises programs.SlurmError where tasks
+    cannot be sent from."""
     try:
+        if not may_guess:
+            programs.require("sbatch")
         return programs.max_array_size()
     except programs.SlurmError:
         if may_guess:

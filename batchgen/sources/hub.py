@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pyarrow as pa
 from batchgen.errors import UsageError
 from batchgen.sources import cells
 from batchgen.sources.base import ROWS_PER_CHUNK
+from batchgen.wording import first_line
 
+_HUB_TIMEOUT_S = 5.0
 _MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")
 
 
@@ -58,13 +61,59 @@ def _load(name: str) -> Any:
     try:
         if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)
-        return datasets.load_dataset(name)
+        if Path(name).is_dir():
+            return datasets.load_dataset(name)
+        return _from_hub(name)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"{name} is no file or folder here, and cannot be loaded as a data set: {error}"
             if not Path(name).is_dir()
             else f"the folder {name} cannot be loaded as a data set: {error}"
         ) from None
+
+
+def _from_hub(name: str) -> Any:
+    """A data set of the hub, or what the local cache has of it. Asked first, the hub says in seconds that it does not
+    answer; `datasets` would try for half a minute."""
+    import datasets
+
+    reason = _refusal(name)
+    if not reason:
+        return datasets.load_dataset(name)
+    with _offline():
+        try:
+            return datasets.load_dataset(name)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError):
+            raise UsageError(
+                f"{name} is no file or folder here, and cannot be loaded as a data set: the hub gave: {reason}; and "
+                "the local cache does not have it. Check the name, the network and, for a data set that asks for "
+                "consent, the token (hf auth login)"
+            ) from None
+
+
+def _refusal(name: str) -> str:
+    """Why the hub does not give a data set, "" if it does."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_TIMEOUT_S)
+    except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
+        return first_line(error)
+    return ""
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Let `datasets` and the hub's package read their caches alone, for the time of the block."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _one_split(found: Any, name: str, split: str | None) -> Any:

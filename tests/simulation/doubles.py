@@ -39,7 +39,7 @@ from tests.simulation.world import World
 PATCHES: list[tuple[Any, str, Any]] = [
     *((module, "time", system.CLOCK) for module in (ledger, worker, epoch, making)),
     *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, plans)),
-    *((module, "this_process", system.this_process) for module in (balance, runner)),
+    *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
     *((module, "remove", files.remove) for module in (disk, epoch, finalize, plans)),
     (heart, "threading", system.THREADING),
