@@ -95,17 +95,27 @@ def test_reliability_is_what_the_figures_say() -> None:
 
 
 def test_speed_is_what_the_figures_say() -> None:
-    found = json.loads((runs.ROOT / "tests/figures/images-sd15.json").read_text())
-    ours, (best,) = found["batchgen"], found["baselines"]
-    idle, used = found["idle"]["idle_share"], found["compute"]["utilisation"]
-    assert (ours["images"], ours["failed"], ours["modes"]) == (1000, 0, {"compiled+graph": 1000})
-    for text in (
-        f"steady | {ours['steady_images_per_s']:.2f} |",
-        f"the final tables | {ours['cold_images_per_s']:.2f} |",
-        f"size, {best['batch_size']}, in the same run (one batch sampled) | {best['images_per_s']:.2f} |",
-        f"idles {100 * idle:.1f} % of the steady time and does {100 * used:.0f} % of",
+    names = ("sd15", "sdxl")
+    both = [json.loads((runs.ROOT / f"tests/figures/images-{name}.json").read_text()) for name in names]
+    ours = [one["batchgen"] for one in both]
+    peers = [{peer["name"]: peer for peer in one["baselines"]} for one in both]
+    idle, used = [one["idle"]["idle_share"] for one in both], [one["compute"]["utilisation"] for one in both]
+    assert [(one["images"], one["failed"]) for one in ours] == [(1000, 0), (200, 0)]
+    assert [one["modes"] for one in ours] == [{"compiled+graph": 1000}, {"compiled+graph": 200}]
+    assert {peer["batch_size"] for one in peers for name, peer in one.items() if name != "loop"} == {32}
+    assert [one["best"]["calls"] for one in peers] == [one["compiled"]["calls"] for one in peers] == [6, 1]
+    for row in (
+        [f"{one['steady_images_per_s']:.2f}" for one in ours],
+        [f"{one['cold_images_per_s']:.2f}" for one in ours],
+        [f"{one['best']['images_per_s']:.2f}" for one in peers],
+        [f"{one['compiled']['images_per_s']:.2f}" for one in peers],
+        [f"{peers[0]['loop']['images_per_s']:.2f}", ""],
     ):
-        assert text in README, text
+        assert f" | {row[0]} | {row[1]}".rstrip() in README, row
+    text = " ".join(README.split())
+    assert "warming up took {:.0f} s".format(ours[0]["warm_up_s"]) in text
+    assert f"idles {100 * idle[0]:.1f} % and {100 * idle[1]:.1f} % of the steady time" in text
+    assert f"does {100 * used[0]:.0f} % and {100 * used[1]:.0f} % of what it does in a large matrix product" in text
 
 
 def test_a_long_run_is_as_flat_as_its_figures_say() -> None:
