@@ -19,17 +19,19 @@ class ChannelwiseGroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[B, C, H, W]` or `[B, C, L]`; the arithmetic is in float32."""
         values = input.float()
-        shape = len(values), self.num_groups, -1
+        groups = len(values), self.num_groups, -1
         variance, mean = torch.var_mean(values, tuple(range(_PIXELS, values.ndim)), correction=0)
-        between, means = torch.var_mean(mean.view(shape), 2, correction=0, keepdim=True)
-        scale = (variance.view(shape).mean(2, keepdim=True) + between + self.eps).rsqrt()
-        shift = -means * scale
+        between, centre = torch.var_mean(mean.view(groups), 2, correction=0, keepdim=True)
+        scale = (variance.view(groups).mean(2, keepdim=True) + between + self.eps).rsqrt()
+
+        def per_channel(one: Tensor) -> Tensor:
+            return one.expand_as(mean.view(groups)).reshape(*mean.shape, *[1] * (values.ndim - _PIXELS))
+
+        made = (values - per_channel(centre)) * per_channel(scale)
         if self.affine:
             weight, bias = (one.float().view(1, self.num_groups, -1) for one in (self.weight, self.bias))
-            scale, shift = scale * weight, shift * weight + bias
-        by_channel = *values.shape[:_PIXELS], *[1] * (values.ndim - _PIXELS)
-        scale, shift = (one.expand(*shape[:2], values.shape[1] // self.num_groups) for one in (scale, shift))
-        return (values * scale.reshape(by_channel) + shift.reshape(by_channel)).to(input.dtype)
+            made = made * per_channel(weight) + per_channel(bias)
+        return made.to(input.dtype)
 
 
 def by_channels(module: nn.Module) -> nn.Module:
