@@ -82,6 +82,9 @@ def _check_settled(run: RunDirectory, index: PlanIndex, rows: Rows) -> None:
                 f"{run.path}: {counted(len(still_open), 'row')} of shard {state.shard} are still to be made; "
                 "run the job to its end first"
             )
+    if rows:
+        # What is taken over is not made in its old shard again: its receipts must outlast their putters.
+        run.files.sync_folder(run.root / "receipts")
 
 
 def _written(run: RunDirectory, before: PlanIndex, rows: Rows, facts: Facts, folder: Path) -> PlanIndex:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,9 +70,14 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
         index = run.index()
         if plan is not None and index.number != plan:
             return None
-        with present(run):
-            balance = _finalize(run, index, is_partial=is_partial)
-        if is_partial or run.index().number == index.number:
+        try:
+            with present(run):
+                balance = _finalize(run, index, is_partial=is_partial)
+        except (BatchgenError, FileNotFoundError) as error:
+            if isinstance(error, Interrupted) or run.newer(index) is None:
+                raise
+            continue  # Parts have become what a plan that was appended meanwhile leaves of them.
+        if is_partial or run.newer(index) is None:
             return balance
         # A plan was appended, and perhaps worked off, meanwhile: what stands there now may be the tables without it.
         run.files.remove(run.path / SUCCESS)
@@ -105,11 +110,11 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
         _sweep_left(run, scratch)
         sources = _sources(run, index, receipts, ledger)
         tables = _write_tables(index, sources, scratch, is_partial=is_partial)
-        digest = run.files.digest(tables[METADATA])[1] if METADATA in tables else ""
+        digests = {name: run.files.digest(temp) for name, temp in tables.items()}
         for name, temp in tables.items():
             run.files.replace(temp, run.path / name)
         if not is_partial:
-            _close(run, index, balance, tables, digest, scratch)
+            _close(run, index, balance, digests, scratch)
     if not is_partial:
         _sweep(run, index, ledger)
     return balance
@@ -236,12 +241,13 @@ def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
 
 
 def _close(
-    run: RunDirectory, index: PlanIndex, balance: Balance, tables: Iterable[str], digest: str, scratch: Path
+    run: RunDirectory, index: PlanIndex, balance: Balance, tables: Mapping[str, tuple[int, str]], scratch: Path
 ) -> None:
-    """The rejected rows, the card, and the marker that says for which plan all of it stands."""
-    names = [*tables, "README.md"]
+    """The rejected rows, the card, and the marker that says for which plan all of it stands. It names what was written
+    here, and not what lies there now: a finalizer that knows fewer plans may be at work too."""
+    digests = dict(tables)
     if index.num_rejected:
-        names.append(REJECTED)
+        digests[REJECTED] = run.files.digest(run.plans / index.rejected)
         temp = scratch / REJECTED
         run.files.publish_file(run.plans / index.rejected, temp)
         run.files.replace(temp, run.path / REJECTED)
@@ -251,12 +257,13 @@ def _close(
         output_format=index.output_format,
         model=index.model,
         version=VERSION,
-        digest=digest,
+        digest=tables[METADATA][1],
         num_images=balance.done,
         num_failed=balance.failed,
     )
     temp = scratch / "README.md"
     run.files.write(temp, text.encode())
+    digests["README.md"] = run.files.digest(temp)
     run.files.replace(temp, run.path / "README.md")
     for name in _PARTIAL:
         run.files.remove(run.path / name)
@@ -267,7 +274,7 @@ def _close(
         "rejected": balance.rejected,
         "version": VERSION,
     }
-    put_marker(run, facts, names)
+    put_marker(run, facts, digests)
 
 
 def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
@@ -276,7 +283,8 @@ def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
     work = run.root / "work"
     for name in run.files.names(work):
         place = unstem(name.split(".")[0])
-        receipt = None if place is None else ledger.receipt(*place)
+        # A part of a plan that was appended meanwhile may be committed and not yet published.
+        receipt = ledger.receipt(*place) if place is not None and place[0] in index.shards else None
         if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
             remove(work / name)
     for folder in (run.root / "claims", run.root / "receipts", run.plans):

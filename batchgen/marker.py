@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from batchgen.slots import NO_SLOT, sealed, unsealed
 SUCCESS = "_SUCCESS"
 
 
-def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Put the marker, with size and sha256 of the run directory's files of these names; one that says the same is left
-    as it is."""
-    content = {**facts, "files": {name: list(run.files.digest(run.path / name)) for name in names}}
+def put_marker(run: RunDirectory, facts: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
+    """Put the marker, with size and sha256 of the run directory's files by name; one that says the same is left as it
+    is."""
+    content = {**facts, "files": {name: list(one) for name, one in files.items()}}
     if _read(run) == content:
         return
     # Renamed over the old one: a finisher that wakes late must not take a good marker away, if only for a moment.
@@ -28,12 +28,13 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], names: Iterable[str]
 
 
 def is_finished(run: RunDirectory) -> bool:
-    """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it
-    names."""
+    """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it names;
+    after an append also the sha256, for a finalizer that knows fewer plans may have put its own there and died."""
     marker = _read(run)
     if marker is None or marker.get("plan") != run.index().number:
         return False
-    return all(_size(run, name) == size for name, (size, _) in _files(marker).items())
+    has_sizes = all(_size(run, name) == size for name, (size, _) in _files(marker).items())
+    return has_sizes and (marker["plan"] == 0 or not any(damaged(run)))
 
 
 def _size(run: RunDirectory, name: str) -> int | None:

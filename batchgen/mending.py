@@ -64,17 +64,24 @@ def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
 
     Raises BatchgenError where an image that is to stay cannot be read.
     """
-    for shard in sorted({one.shard for one in index.replaced}):
-        for receipt in ledger.state(shard).committed:
-            if receipt.part and index.takers(receipt):
-                publish(run, receipt)
-                _mend(run, index, ledger, receipt)
+    try:
+        for shard in sorted({one.shard for one in index.replaced}):
+            for receipt in ledger.state(shard).committed:
+                if receipt.part and index.takers(receipt):
+                    publish(run, receipt)
+                    _mend(run, index, ledger, receipt)
+    except (BatchgenError, FileNotFoundError) as error:
+        newer = None if isinstance(error, Interrupted) else run.newer(index)
+        if newer is None:
+            raise
+        # What is missing here may be so since another brought the parts into the form that these plans leave them.
+        mend(run, newer, ledger)
 
 
 def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> None:
     path, made = published(run, receipt), index.made(receipt)
     if not made or run.files.is_link(path):
-        remove(path)
+        _take_out(run, index, receipt, path)
         return
     table = part_table(ledger, receipt, made)
     if not path.suffix:
@@ -89,6 +96,17 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
         slot = _put(run, index, receipt, table, slot_path)
     with suppress(FileNotFoundError):  # It is in its place already.
         run.files.replace(run.root / "mended" / slot.file, path)
+
+
+def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path) -> None:
+    """Remove a whole part. A folder leaves `data/` first, in which nothing of it may be left by one that dies here."""
+    if run.files.is_link(path) or not run.files.is_folder(path):
+        remove(path)
+        return
+    aside = run.root / "mended" / f"{receipt.stem}.{index.number}.{secrets.token_hex(8)}"
+    with suppress(FileNotFoundError):  # Another was first.
+        run.files.replace(path, aside)
+    remove(aside)
 
 
 def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:

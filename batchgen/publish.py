@@ -18,7 +18,16 @@ def publish(run: RunDirectory, receipt: Receipt) -> None:
     rename."""
     if not receipt.part:
         return
-    source, target = run.root / "work" / receipt.part, published(run, receipt)
+    try:
+        _publish(run, receipt, run.root / "work" / receipt.part, published(run, receipt))
+    except FileNotFoundError:
+        # Another published it, and it was taken out again where a plan was appended that has all its rows.
+        run.files.sync_folder(run.plans)
+        if run.index().made(receipt):
+            raise
+
+
+def _publish(run: RunDirectory, receipt: Receipt, source: Path, target: Path) -> None:
     if run.files.stat(source) is None:
         return
     if run.files.is_link(target):

@@ -84,6 +84,12 @@ class RunDirectory:
             table, gone = reader.shard(shard), index.gone(shard)
             yield table.take(pa.array(sorted(index.rows(shard)), pa.int64())) if gone else table
 
+    def newer(self, index: PlanIndex) -> PlanIndex | None:
+        """All plans, if some were appended to these; None if these are all."""
+        self.files.sync_folder(self.plans)  # Opening it makes NFS forget which plans it saw absent.
+        found = self.index()
+        return None if found.number == index.number else found
+
     @property
     def has_plan(self) -> bool:
         return self.find_index() is not None

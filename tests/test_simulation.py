@@ -17,9 +17,10 @@ from batchgen.runner import run_job
 from tests.plans import folder, pattern_job, write
 from tests.simulation import doubles
 from tests.simulation.__main__ import planted, read
+from tests.simulation.append_plants import PLANTS
+from tests.simulation.drawing import draw
 from tests.simulation.files import TOP
-from tests.simulation.plants import PLANTS
-from tests.simulation.schedule import Run, draw, search, try_seed
+from tests.simulation.schedule import Run, search, try_seed
 from tests.simulation.storage import Storage
 
 NUM_SCHEDULES = 2_000

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from batchgen.version import VERSION
 from tests.simulation import doubles
-from tests.simulation.plants import PLANTS
+from tests.simulation.append_plants import PLANTS
 from tests.simulation.schedule import Outcome, Run, search, try_seed
 
 SEARCHES = Path(__file__).with_name("searches.json")

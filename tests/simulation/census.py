@@ -20,7 +20,8 @@ from typing import Any
 
 from batchgen import ledger
 from tests.simulation import doubles
-from tests.simulation.schedule import Run, Schedule
+from tests.simulation.drawing import Schedule
+from tests.simulation.schedule import Run
 from tests.simulation.world import CHANGES, Dead
 
 FIGURES = Path(__file__).parent.parent / "figures" / "file-operations.json"

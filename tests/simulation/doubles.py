@@ -1,13 +1,14 @@
 """The product's modules put into the simulated world.
 
 What runs as it is: FileSystem's own steps, Ledger, Worker, Epoch, Heart, Maker, `publish`, the order and sweep of
-`finalize`, the balance, `run_job` and `freeze`. What is stood in for, at its own interface and with the same steps on
-the disk (a test holds the two equal): PartWriter, `write_table`, `disk.remove`, the files of a plan, the tables of
-`finalize`.
+`finalize`, the balance, `run_job`, `freeze`, and all that appends plans and mends parts. What is stood in for, at its
+own interface and with the same steps on the disk (a test holds the two equal, but for appends): PartWriter,
+`write_table`, `disk.remove`, the files of a plan, a part written anew, the tables of `finalize`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from batchgen import (
+    appending,
     balance,
     disk,
     epoch,
@@ -26,22 +28,33 @@ from batchgen import (
     ledger,
     making,
     marker,
+    mending,
     owners,
     plans,
+    repairing,
     rundir,
     runner,
     worker,
 )
 from batchgen.plan_index import PlanIndex
-from tests.simulation import files, system, work
+from tests.simulation import appends, files, system, work
 from tests.simulation.world import World
 
 PATCHES: list[tuple[Any, str, Any]] = [
     *((module, "time", system.CLOCK) for module in (ledger, worker, epoch, making)),
-    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, plans)),
+    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, mending, plans, repairing)),
     *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
-    *((module, "remove", files.remove) for module in (disk, epoch, finalize, plans)),
+    *((module, "remove", files.remove) for module in (disk, epoch, finalize, mending, plans, repairing)),
+    *((module, "part_table", appends.part_table) for module in (mending, repairing)),
+    *((module, "rewrite", appends.rewrite) for module in (mending, repairing)),
+    (mending, "read_row_table", work.read_table),
+    (appending, "check_place", lambda run: None),
+    (appending, "load_stored", lambda job, path: SimpleNamespace(model=None)),
+    (appending, "facts_of", lambda model: None),
+    (appending, "open_run", work.open_run),
+    (appending, "_grown", appends.grown),
+    (appending, "_written", appends.taken_over),
     (heart, "threading", system.THREADING),
     # Pure functions of bytes that many workers read.
     (ledger, "_receipt", lru_cache(1000)(ledger._receipt)),
@@ -64,7 +77,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (epoch, "row_table", work.row_table),
     (finalize, "_sources", work.sources),
     (finalize, "_write_tables", work.write_tables),
-    (finalize, "card", lambda **facts: "card"),
+    (finalize, "card", lambda **facts: json.dumps([facts["num_images"], facts["num_failed"]])),
     (finalize, "shutil", SimpleNamespace(rmtree=files.remove_tree)),
 ]
 

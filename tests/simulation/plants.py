@@ -191,7 +191,7 @@ def receipt_before_part(patch: pytest.MonkeyPatch) -> None:
         def _finish(self) -> Receipt | None:
             part: Any = self._part
             if part._images:
-                table = work.row_table(None, "", part._images, [*self._failures, *part._failures])
+                table = work.row_table(self._table, "", part._images, [*self._failures, *part._failures])
                 data = b"".join(part._contents.values())
                 early = Part(part._path, len(data), disk.digest(data), tuple(part._images), tuple(part._failures))
                 before = list(self._failures)
@@ -278,7 +278,7 @@ def published_before_receipt(patch: pytest.MonkeyPatch) -> None:
 @plant("_SUCCESS before the tables")
 def success_before_tables(patch: pytest.MonkeyPatch) -> None:
     def withdraw(run: Any, ledger: Ledger) -> None:
-        put_marker(run, {}, ())
+        put_marker(run, {}, {})
         real(run, ledger)
 
     real = finalize._withdraw

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import chain, count
 
 from batchgen import ledger
-from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, stem, unstem
+from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, indices, stem, unstem
 from batchgen.marker import SUCCESS
+from batchgen.plan_index import PlanIndex, joined
+from batchgen.slots import unsealed
 from tests.simulation.files import RUN, digest
 from tests.simulation.storage import File, Folder, Place, Storage
+from tests.simulation.work import ids_in
 from tests.simulation.world import Violation
 
 HIDDEN = RUN / ".run"
+PLANS, MENDED = HIDDEN / "plan", HIDDEN / "mended"
 RECEIPTS, CLAIMS, WORK, DATA = HIDDEN / "receipts", HIDDEN / "claims", HIDDEN / "work", RUN / "data"
 OWN_TABLE = DATA / "metadata.parquet"
 TABLES = (RUN / "metadata.parquet", RUN / "failures.parquet", RUN / "README.md")
@@ -23,6 +29,65 @@ def require(is_kept: bool, text: str) -> None:
         raise Violation(text)
 
 
+# Plans
+
+
+def plans(storage: Storage, below: int | None = None) -> PlanIndex:
+    """All plans as they lie there, or those of the first numbers."""
+    contents = []
+    for number in count() if below is None else range(below):
+        file = storage.get(PLANS / f"{number}.json")
+        if not isinstance(file, File):
+            break
+        contents.append(file.content)
+    return _joined(tuple(contents))
+
+
+@lru_cache(1000)
+def _joined(contents: tuple[bytes, ...]) -> PlanIndex:
+    return joined([PlanIndex.from_bytes(one, PLANS / "0.json") for one in contents])  # type: ignore[arg-type]
+
+
+def planned_ids(storage: Storage, index: PlanIndex) -> tuple[tuple[str, ...], ...]:
+    """The ids of the rows of each shard."""
+    return tuple(chain.from_iterable(ids_in(storage.file(PLANS / file.name).content) for file in index.files))
+
+
+def counting(storage: Storage, index: PlanIndex) -> Iterator[str]:
+    """The ids of the rows that no later plan has."""
+    for shard, names in enumerate(planned_ids(storage, index)):
+        yield from (names[row] for row in index.rows(shard))
+
+
+def check_plan(storage: Storage, place: Place) -> None:
+    """An appended plan is whole when it appears, and takes over what nobody is to make or has taken over."""
+    number = int(place.name.removesuffix(".json"))
+    index = plans(storage)
+    require(index.number == number, f"{place} put over a gap")
+    for below in range(number):
+        require(storage.is_durable(PLANS / f"{below}.json"), f"{place} put over a plan that is not durable")
+    for file in index.files:
+        path = PLANS / file.name
+        require(storage.is_durable(path), f"{path} is not durable beside {place}")
+        require(digest(storage.file(path).content) == file.sha256, f"{path} is not what {place} names")
+    taken = [(one.shard, row) for one in index.replaced for row in indices(one.rows)]
+    require(len(taken) == len(set(taken)), f"{place} takes over a row again: {sorted(taken)}")
+    for one in index.replaced:
+        if one.plan == number:
+            rows = set(indices(one.rows))
+            for receipt in receipts(storage, one.shard):
+                if receipt.kind == COMMITTED and not rows.isdisjoint((*receipt.ok, *receipt.failed)):
+                    is_durable = storage.is_durable(RECEIPTS / receipt.stem)
+                    require(is_durable, f"{place} takes over rows of {receipt.stem}, which is not durable")
+                    rows -= {*receipt.ok, *receipt.failed}
+            require(not rows, f"{place} takes over open rows of shard {one.shard}: {sorted(rows)}")
+    names = sorted(counting(storage, index))
+    require(len(names) == len(set(names)), f"{place} plans a row twice: {names}")
+
+
+# Slots
+
+
 def receipts(storage: Storage, shard: int) -> list[Receipt]:
     """Of one shard, as they lie there, whatever their order."""
     names = storage.folder(RECEIPTS).names
@@ -30,7 +95,12 @@ def receipts(storage: Storage, shard: int) -> list[Receipt]:
     return [ledger._receipt(storage.file(RECEIPTS / stem(*place)).content, *place) for place in found]
 
 
-def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...], output_format: str) -> None:
+def committed(storage: Storage, index: PlanIndex) -> Iterator[Receipt]:
+    for shard in index.shards:
+        yield from (one for one in receipts(storage, shard) if one.kind == COMMITTED)
+
+
+def check_slot(storage: Storage, place: Place, output_format: str) -> None:
     """Called when a name was linked, or the marker renamed."""
     if place.parent is RECEIPTS:
         check_receipt(storage, place)
@@ -38,8 +108,12 @@ def check_slot(storage: Storage, place: Place, shard_rows: tuple[int, ...], outp
         shard, epoch = claimed
         closed = [one.epoch for one in receipts(storage, shard)]
         require(closed[:epoch] == list(range(epoch)), f"{place} claimed while an epoch below it is open")
+    elif place.parent is PLANS and place.name.endswith(".json"):
+        check_plan(storage, place)
+    elif place.parent is DATA:
+        check_data(storage)
     elif place is RUN / SUCCESS:
-        check_success(storage, shard_rows, output_format)
+        check_marker(storage, output_format)
 
 
 def check_receipt(storage: Storage, place: Place) -> None:
@@ -49,27 +123,53 @@ def check_receipt(storage: Storage, place: Place) -> None:
     require(mine.is_readable, f"{place} is no receipt")
     require([one.epoch for one in others[:epoch]] == list(range(epoch)), f"{place} put over an open epoch")
     if mine.kind == COMMITTED:
-        require(storage.is_durable(HIDDEN / "plan" / "0.json"), f"{place} stands on a plan that is not durable")
+        index = plans(storage)
+        is_planned = shard in index.shards and {*mine.ok, *mine.failed} <= index.rows(shard)
+        require(is_planned, f"{place} commits rows that no plan, or a later one, has")
+        slot = next(number for number in count() if shard in plans(storage, number + 1).shards)
+        for number in range(slot + 1):
+            plan = PLANS / f"{number}.json"
+            require(storage.is_durable(plan), f"{place} stands on a plan that is not durable")
         rows = rows_of(others)
         require(len(rows) == len(set(rows)), f"{place} commits a row again: {rows}")
-        check_part(storage, mine)
+        check_part(storage, index, mine)
+
+
+def check_data(storage: Storage) -> None:
+    """A row that is made again is not published while the old image is."""
+    if storage.get(PLANS / "1.json") is None:
+        return
+    places = [DATA / name for name in storage.folder(DATA).names if name != OWN_TABLE.name]
+    found = sorted(image.split()[0] for place in places for image in images(content(storage, place).decode()) if image)
+    require(len(found) == len(set(found)), f"data/ holds a row twice: {found}")
 
 
 def rows_of(found: Iterable[Receipt]) -> list[int]:
     return [row for one in found if one.kind == COMMITTED for row in (*one.ok, *one.failed)]
 
 
-def check_part(storage: Storage, receipt: Receipt) -> None:
-    """The bytes that a committed receipt names are on the disk, in the work folder or published."""
+def check_part(storage: Storage, index: PlanIndex, receipt: Receipt, *, is_mended: bool = False) -> None:
+    """The bytes that a committed receipt names are on the disk, in the work folder or published; those of rows that a
+    later plan has may be gone, and are once parts are mended."""
     table = WORK / f"{receipt.stem}{TABLE_SUFFIX}"
     require(storage.is_durable(table), f"receipt {receipt.stem}: its row table is not durable")
     require(digest(storage.file(table).content) == receipt.table_sha256, f"{table} is not what its receipt names")
-    if receipt.part:
-        places = [place for place in (WORK / receipt.part, DATA / receipt.part) if storage.get(place) is not None]
-        require(any(map(storage.is_durable, places)), f"receipt {receipt.stem}: its part is not durable")
-        for place in places:
-            found = content(storage, place)
-            require(digest(found) == receipt.part_sha256, f"{place} is not what its receipt names: {found!r}")
+    made = index.made(receipt)
+    if not made:
+        return
+    places = [place for place in (WORK / receipt.part, DATA / receipt.part) if storage.get(place) is not None]
+    require(any(map(storage.is_durable, places)), f"receipt {receipt.stem}: its part is not durable")
+    whole = dict(zip(receipt.ok, images(receipt.part_sha256), strict=True))
+    for place in places:
+        found = images(content(storage, place).decode(errors="replace"))
+        most = [image for row, image in whole.items() if row in made or not is_mended]
+        least = {image for row, image in whole.items() if row in made}
+        is_right = set(found) >= least and found == [image for image in most if image in found]
+        require(is_right, f"{place} is not what its receipt names: {found!r}")
+
+
+def images(text: str) -> list[str]:
+    return text.split(";")[:-1] if text.endswith(";") else [text]
 
 
 def content(storage: Storage, place: Place) -> bytes:
@@ -80,52 +180,102 @@ def content(storage: Storage, place: Place) -> bytes:
     return one.content
 
 
-def check_success(storage: Storage, shard_rows: tuple[int, ...], output_format: str) -> None:
+# The end
+
+
+def marked(storage: Storage) -> dict[str, object] | None:
+    """The facts of the marker that is there."""
+    file = storage.get(RUN / SUCCESS)
+    return unsealed(file.content) if isinstance(file, File) else None
+
+
+def check_marker(storage: Storage, output_format: str) -> None:
+    """Of a marker that was just put. One that a plan was appended to meanwhile stands for the plans that it names."""
+    index = plans(storage)
+    number = (marked(storage) or {}).get("plan", index.number)
+    assert isinstance(number, int)
+    if number == index.number:
+        check_success(storage, output_format)
+    else:
+        check_settled(storage, plans(storage, number + 1))
+
+
+def check_settled(storage: Storage, index: PlanIndex) -> None:
+    for shard in index.shards:
+        rows = set(rows_of(receipts(storage, shard)))
+        require(index.rows(shard) <= rows, f"shard {shard} settled {sorted(rows)}")
+
+
+def check_success(storage: Storage, output_format: str) -> None:
     """All that a finished run promises, durably."""
-    made: list[tuple[int, int]] = []
-    failed: list[tuple[int, int]] = []
+    index = plans(storage)
+    check_settled(storage, index)
+    names = planned_ids(storage, index)
+    made: list[tuple[str, int, int]] = []
+    failed: list[tuple[str, int, int]] = []
     parts = set()
-    for shard, num_rows in enumerate(shard_rows):
-        found = receipts(storage, shard)
-        require(sorted(rows_of(found)) == list(range(num_rows)), f"shard {shard} settled {rows_of(found)}")
-        for one in found:
-            if one.kind == COMMITTED:
-                require(storage.is_durable(RECEIPTS / one.stem), f"receipt {one.stem} is not durable beside {SUCCESS}")
-                check_part(storage, one)
-                made += [(shard, row) for row in one.ok]
-                failed += [(shard, row) for row in one.failed]
-                parts |= {one.part} - {""}
+    for one in committed(storage, index):
+        require(storage.is_durable(RECEIPTS / one.stem), f"receipt {one.stem} is not durable beside {SUCCESS}")
+        check_part(storage, index, one, is_mended=True)
+        shard, rows = one.shard, index.rows(one.shard)
+        made += [(names[shard][row], shard, row) for row in one.ok if row in rows]
+        failed += [(names[shard][row], shard, row) for row in one.failed if row in rows]
+        parts |= {one.part} if index.made(one) else set()
     found_names = set(storage.folder(DATA).names) - {OWN_TABLE.name}
     require(found_names == parts, f"data/ holds {sorted(found_names)}, not {sorted(parts)}")
     tables = TABLES if output_format == "webdataset" else (*TABLES, OWN_TABLE)
     for place in (*tables, *(DATA / part for part in sorted(parts))):
         require(storage.get(place) is not None, f"{place} is missing beside {SUCCESS}")
         require(storage.is_durable(place), f"{place} is not durable beside {SUCCESS}")
-    for place, rows in zip(tables, (made, failed, None, made), strict=False):
-        if rows is None:
-            continue
-        listed = [tuple(row) for row in json.loads(storage.file(place).content)]
-        require(listed == sorted(rows), f"{place} lists {listed}, committed are {sorted(rows)}")
+    rows = dict.fromkeys(tables, made) | {RUN / "failures.parquet": failed}
+    card = RUN / "README.md"
+    for place in tables:
+        listed = json.loads(storage.file(place).content)
+        lines = [len(made), len(failed)] if place is card else [list(row) for row in sorted(rows[place])]
+        require(listed == lines, f"{place} lists {listed}, committed are {lines}")
 
 
-def check_failures(storage: Storage, shard_rows: tuple[int, ...], odd_shard: int, max_deaths: int) -> None:
-    """No row failed but the one that cannot be encoded, and the suspects of owners that died again and again."""
-    for shard in range(len(shard_rows)):
+def check_quiet(storage: Storage, output_format: str, *, is_finished: bool, may_be_old: bool) -> None:
+    """When all have ended: what is taken for a finished run is one; and if nobody was kept from taking an old marker
+    away, none stands for less than all plans."""
+    if is_finished:
+        check_success(storage, output_format)
+    marker, index = marked(storage), plans(storage)
+    if marker is not None and not may_be_old:
+        number = marker.get("plan")
+        require(number == index.number, f"{SUCCESS} stands for plan {number}, not {index.number}")
+
+
+def check_planned(storage: Storage, names: Iterable[str]) -> None:
+    """Every row of the manifest is planned once."""
+    found = sorted(counting(storage, plans(storage)))
+    require(found == sorted(names), f"planned are {found}, not {sorted(names)}")
+
+
+def check_failures(storage: Storage, odd: set[tuple[int, int]], max_deaths: int) -> None:
+    """No row failed but those that cannot be encoded, and the suspects of owners that died again and again."""
+    for shard in plans(storage).shards:
         found, deaths = receipts(storage, shard), 0
         for one in found:
             deaths = deaths + 1 if one.kind == ABANDONED else deaths
             for row in one.failed:
-                is_odd = (shard, row) == (odd_shard, 0)
+                is_odd = (shard, row) in odd
                 require(is_odd or deaths >= 2 * max_deaths, f"{one.stem} failed row {row} for nothing")
 
 
-def check_swept(storage: Storage, shard_rows: tuple[int, ...]) -> None:
+def check_swept(storage: Storage) -> None:
     """After the last finalize nothing lies about that no slot will ever name."""
-    committed = [one for shard in range(len(shard_rows)) for one in receipts(storage, shard) if one.kind == COMMITTED]
-    tables = {f"{one.stem}{TABLE_SUFFIX}" for one in committed}
+    index = plans(storage)
+    tables = {f"{one.stem}{TABLE_SUFFIX}" for one in committed(storage, index)}
     left = set(storage.folder(WORK).names)
     require(left == tables, f"work/ holds {sorted(left)}, not {sorted(tables)}")
-    for folder in (CLAIMS, RECEIPTS):
+    for folder in (CLAIMS, RECEIPTS, PLANS):
         for name in storage.folder(folder).names:
             has_slot = name.endswith(".tmp") and name.rsplit(".", 2)[0] in storage.folder(folder).names
             require(not has_slot, f"{folder / name} was not swept")
+    for name in storage.folder(PLANS).names:
+        number, dash, _ = name.partition("-")
+        is_of_these = dash and number.isdecimal() and int(number) <= index.number
+        require(not is_of_these or name in index.folders, f"{PLANS / name} was not swept")
+    for name in storage.folder(MENDED).names:
+        require(name.count(".") == 1, f"{MENDED / name} was not swept")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,122 +14,23 @@ from batchgen import finalize as finalizing
 from batchgen import runner
 from batchgen.errors import Interrupted, UsageError
 from batchgen.job import Job, load_job
-from batchgen.marker import SUCCESS
+from batchgen.marker import SUCCESS, is_finished
 from batchgen.owners import Owner
 from batchgen.rundir import RunDirectory
 from batchgen.stopping import Stop
 from tests.simulation import promises
+from tests.simulation.appends import MOST_APPENDERS, append
+from tests.simulation.drawing import Schedule, draw, with_appenders
 from tests.simulation.files import RUN, SimulatedFiles
 from tests.simulation.storage import Folder, Place
 from tests.simulation.system import monotonic
-from tests.simulation.work import SimulatedGenerator, index_of
-from tests.simulation.world import CHANGES, Dead, Process, Trouble, Violation, World
+from tests.simulation.work import SimulatedGenerator, base_shards, index_of, is_odd
+from tests.simulation.world import Dead, Process, Trouble, Violation, World
 
-ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE)
-LOST_REPLIES = (errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)
-KINDS = (
-    ("kill",) * 5
-    + ("crash",) * 2
-    + ("pause",) * 5
-    + ("stall",) * 2
-    + ("signal", "error", "error", "lost", "lost", "full")
-)
-CALLS = ("",) * 4 + (
-    "link",
-    "link",
-    "sync",
-    "sync_folder",
-    "remove",
-    "rename",
-    "rename",
-    "create",
-    "names",
-    "read",
-    "touch",
-)
 OUTSIDERS_SLOT = 90
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What is drawn before the first step."""
-
-    num_workers: int
-    num_hosts: int
-    shard_rows: tuple[int, ...]
-    batch_size: int
-    batch_s: float
-    commit_every_s: float
-    stale_after_s: float
-    max_deaths: int
-    output_format: str
-    lag_s: float
-    restlessness: float
-    oversleep_s: float
-    odd_shard: int
-    """The one whose first row cannot be encoded; -1: none."""
-    num_restarts: int
-    """Of each worker."""
-    num_finalizers: int
-    """Processes that finalize what there is, beside the workers."""
-    is_planned: bool
-    has_jobs: bool
-    may_wait: bool
-    troubles: tuple[Trouble, ...]
-
-
-def draw(random: Random) -> Schedule:
-    choice, num = random.choice, random.randrange
-    num_workers = choice((2, 2, 2, 3, 4))
-    stale_after_s = choice((60.0, 600.0))
-    return Schedule(
-        num_workers=num_workers,
-        num_hosts=choice((1, 1, 2, num_workers)),
-        shard_rows=tuple(num(1, 4) for _ in range(choice((1, 1, 1, 2, 3)))),
-        batch_size=choice((1, 1, 2)),
-        batch_s=choice((1.0, 60.0, 200.0)),
-        commit_every_s=choice((0.001, 30.0, 120.0)),
-        stale_after_s=stale_after_s,
-        max_deaths=choice((1, 2, 3)),
-        output_format=choice(("files", "webdataset")),
-        lag_s=choice((0.0, 0.0, 3.0, 60.0)),
-        restlessness=choice((0.02, 0.1, 0.3, 0.7)),
-        oversleep_s=stale_after_s * choice((0.1, 0.4, 1.5)),
-        odd_shard=choice((-1, -1, 0)),
-        num_restarts=num(4),
-        num_finalizers=choice((0, 0, 0, 1, 2)),
-        is_planned=random.random() < 0.7,
-        has_jobs=random.random() < 0.3,
-        may_wait=random.random() < 0.9,
-        troubles=tuple(_troubles(random, num_workers)),
-    )
-
-
-def _troubles(random: Random, num_workers: int) -> list[Trouble]:
-    last = random.choice((60, 200, 120 * num_workers))
-    found = [_trouble(random, random.randrange(last)) for _ in range(random.randrange(7))]
-    return sorted(found, key=lambda one: one.step)
-
-
-def _trouble(random: Random, step: int) -> Trouble:
-    kind = random.choice(KINDS)
-    call = random.choice(CALLS)
-    match kind:
-        case "pause":
-            return Trouble(step, kind, call, 10 ** random.uniform(-1, 4.5), is_replaced=random.random() < 0.3)
-        case "stall":
-            return Trouble(step, kind, call, 10 ** random.uniform(-1, 3.5))
-        case "error":
-            return Trouble(step, kind, call, number=random.choice(ERRORS))
-        case "lost":
-            call = random.choice(("link", "link", *CHANGES_SORTED))
-            return Trouble(step, kind, call, number=random.choice(LOST_REPLIES if call == "link" else ERRORS))
-        case "full":
-            return Trouble(step, kind, call, seconds=random.randrange(1, 60))
-    return Trouble(step, kind, call)
-
-
-CHANGES_SORTED = sorted(CHANGES)
+APPENDERS_SLOT = 92
+NUM_TRIES = 6
+"""Of an appender, while rows are outstanding or there is nothing to append."""
 
 
 @cache
@@ -152,15 +53,21 @@ class Run(World):
     def __init__(self, seed: int, *, traced: bool = False, schedule: Schedule | None = None) -> None:
         random = Random(seed)
         drawn = draw(random)
-        self.schedule = one = schedule or drawn
+        self.schedule = one = schedule or with_appenders(drawn, Random(f"appenders of {seed}"))
         super().__init__(random, list(one.troubles), restlessness=one.restlessness, lag_s=one.lag_s)
         self.trace = [] if traced else None
         self.batch_size, self.batch_s, self.odd_shard = one.batch_size, one.batch_s, one.odd_shard
         self.shard_rows, self.oversleep_s = one.shard_rows, one.oversleep_s
+        self.new_rows = tuple(f"new.{row}" for row in range(one.num_new_rows))
+        self.is_stubborn = one.is_stubborn
         self.ended_tokens: set[str] = set()
         self.job = job_of(one.commit_every_s, one.stale_after_s, one.max_deaths, one.output_format)
-        self.num_starts = [0] * (OUTSIDERS_SLOT + 2)
+        self.num_starts = [0] * (APPENDERS_SLOT + MOST_APPENDERS)
+        self.is_grown = False
+        """Whether the grown manifest is planned."""
         self.num_crashes = 0
+        self.marked_by: Process | None = None
+        """Who put the marker that is there."""
         self._caches: dict[int, tuple[dict[Any, float], dict[Any, Any]]] = {}
         self._files: dict[Process, SimulatedFiles] = {}
         self.on_end, self.on_trouble = self._ended, self._befallen
@@ -177,7 +84,9 @@ class Run(World):
         return RunDirectory(path, self.files(self.me.process))  # type: ignore[arg-type]
 
     def on_link(self, target: Place) -> None:
-        promises.check_slot(self.storage, target, self.shard_rows, self.schedule.output_format)
+        if target is RUN / SUCCESS:
+            self.marked_by = self.me.process
+        promises.check_slot(self.storage, target, self.schedule.output_format)
 
     # Processes
 
@@ -210,6 +119,9 @@ class Run(World):
             stop=process.stop,
             opener=lambda job, context: SimulatedGenerator(),
         )
+        self._check_ending(process, ending)
+
+    def _check_ending(self, process: Process, ending: runner.Ending) -> None:
         left = ending.balance.outstanding
         if left and ending.may_wait and not process.stop.is_asked:
             raise Violation(f"{process.name} ended, and {left} rows are outstanding")
@@ -221,6 +133,31 @@ class Run(World):
             finalizing.finalize(self.run_directory(RUN), is_partial=self.random.random() < 0.7)
         except UsageError as error:
             self.say(f"is told: {error}")
+
+    def appender(self, process: Process) -> None:
+        """A person who waits until the rows are settled, and has some made again, or more of them."""
+        one, run = self.schedule.appenders[process.slot - APPENDERS_SLOT], self.run_directory(RUN)
+        self.sleep(one.after_s)
+        index = None
+        for _ in range(NUM_TRIES):
+            try:
+                index = append(run, one, self.job)
+                if index.number:
+                    break
+            except UsageError as error:
+                self.say(f"is told: {error}")
+            self.sleep(one.again_s)
+        self.is_grown |= index is not None and one.kind == "extend"
+        if index is not None and not one.is_plan_only:
+            ending = runner.run_planned(
+                run,
+                index,
+                self.job,
+                may_wait=self.schedule.may_wait,
+                stop=process.stop,
+                opener=lambda job, context: SimulatedGenerator(),
+            )
+            self._check_ending(process, ending)
 
     def _ended(self, process: Process, error: BaseException | None) -> None:
         process.ended = "normally" if error is None else f"{type(error).__name__}: {error}"
@@ -234,8 +171,10 @@ class Run(World):
             self._begin_again(process.slot)
 
     def _begin_again(self, slot: int) -> None:
-        if slot < OUTSIDERS_SLOT and self.num_starts[slot] <= self.schedule.num_restarts:
-            self.begin(slot, self.worker, 10 ** self.random.uniform(-2, 3))
+        may_begin = not OUTSIDERS_SLOT <= slot < APPENDERS_SLOT and self.num_starts[slot] <= self.schedule.num_restarts
+        if may_begin:
+            work = self.worker if slot < OUTSIDERS_SLOT else self.appender
+            self.begin(slot, work, 10 ** self.random.uniform(-2, 3))
 
     def _befallen(self, process: Process, trouble: Trouble) -> None:
         if trouble.kind == "crash":
@@ -254,27 +193,49 @@ class Run(World):
             self.begin(slot, self.worker, self.random.random() * 10)
         for number in range(self.schedule.num_finalizers):
             self.begin(OUTSIDERS_SLOT + number, self.finalizer)
+        for number in range(len(self.schedule.appenders)):
+            self.begin(APPENDERS_SLOT + number, self.appender)
         self.run()
         self._finish()
+
+    def _look(self) -> None:
+        """Somebody asks whether the run is finished."""
+        may_be_old, found = self._may_marker_be_old(), []
+        self.begin(OUTSIDERS_SLOT, lambda process: found.append(is_finished(self.run_directory(RUN))))
+        self.run()
+        promises.check_quiet(
+            self.storage, self.schedule.output_format, is_finished=found == [True], may_be_old=may_be_old
+        )
+
+    def _may_marker_be_old(self) -> bool:
+        """Whether somebody was kept from taking a marker away that a plan was appended to."""
+        owed_by = [one for one in self.processes if one.slot >= APPENDERS_SLOT or one is self.marked_by]
+        return any(one.ended != "normally" for one in owed_by)
 
     def _plan(self) -> None:
         """The plan lies there, durably, with all folders."""
         for name in (".run/plan/0-aa", ".run/claims", ".run/work", ".run/receipts", ".run/modes", "data"):
             self.storage.create_all(RUN / name)
-        index = index_of("0-aa", self.shard_rows, {"output": {"format": self.schedule.output_format}})
-        for place, content in (("0.json", index.to_bytes("aa")), ("0-aa/0000.parquet", b"0-aa")):
+        rows = json.dumps(base_shards(self.shard_rows)).encode()
+        index = index_of("0-aa", rows, {"output": {"format": self.schedule.output_format}})
+        for place, content in (("0.json", index.to_bytes("aa")), ("0-aa/0000.parquet", rows)):
             file = self.storage.create(RUN / ".run" / "plan" / place, self.now_s, None)
             file.content = file.synced = content
         for one in self.storage.walk():
             if isinstance(one, Folder):
                 one.synced = dict(one.names)
 
-    def _finish(self) -> None:
-        """Nothing happens any more: one worker comes to its end, and finalize works."""
+    def _calm_down(self) -> None:
         self.troubles.clear()
         self._next_trouble = self.num_steps + 5_000
         self.full_until, self.lag_s, self.restlessness = 0, 0.0, 0.0
         self.now_s += 100 * self.schedule.stale_after_s
+
+    def _finish(self) -> None:
+        """Nothing happens any more: one worker comes to its end, and finalize works."""
+        self._calm_down()
+        if self.schedule.appenders:
+            self._look()
 
         def work(process: Process) -> None:
             self.worker(process)
@@ -286,9 +247,22 @@ class Run(World):
         last = self.processes[-1]
         promises.require(last.ended == "normally", f"an undisturbed worker ended by {last.ended}")
         promises.require(self.storage.get(RUN / SUCCESS) is not None, "no _SUCCESS in the end")
-        promises.check_success(self.storage, self.shard_rows, self.schedule.output_format)
-        promises.check_failures(self.storage, self.shard_rows, self.odd_shard, self.schedule.max_deaths)
-        promises.check_swept(self.storage, self.shard_rows)
+        promises.check_success(self.storage, self.schedule.output_format)
+        promises.check_planned(self.storage, self._manifest())
+        promises.check_failures(self.storage, self._odd_rows(), self.schedule.max_deaths)
+        promises.check_swept(self.storage)
+
+    def _manifest(self) -> list[str]:
+        """The ids that are planned, of a grown manifest if one was planned to the end."""
+        planned = promises.counting(self.storage, promises.plans(self.storage))
+        new = self.new_rows if self.is_grown else [name for name in planned if name in self.new_rows]
+        return [*(name for shard in base_shards(self.shard_rows) for name in shard), *new]
+
+    def _odd_rows(self) -> set[tuple[int, int]]:
+        """Those that cannot be encoded, by shard and index."""
+        shards = promises.planned_ids(self.storage, promises.plans(self.storage))
+        rows = ((shard, row, name) for shard, names in enumerate(shards) for row, name in enumerate(names))
+        return {(shard, row) for shard, row, name in rows if is_odd(shard, name)}
 
 
 @dataclass(frozen=True, slots=True)

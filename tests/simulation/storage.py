@@ -35,6 +35,11 @@ class Place:
     def with_suffix(self, suffix: str) -> Place:
         return self.parent / (self.name.rpartition(".")[0] + suffix)
 
+    @property
+    def suffix(self) -> str:
+        _, dot, suffix = self.name.rpartition(".")
+        return dot + suffix if dot else ""
+
     def resolve(self) -> Place:
         return self
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
 from batchgen import plans, rundir
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import resumable
 from batchgen.generator import Dropped, Pending
 from batchgen.ledger import Receipt
-from batchgen.plan_index import BucketWork, PlanFile, PlanIndex
+from batchgen.mending import content_of
+from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, Replaced
+from batchgen.plans import Base
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Written
-from tests.simulation.files import RUN, create_or_truncate, digest, my_files, remove
+from tests.simulation.files import create_or_truncate, digest, my_files, remove
 from tests.simulation.world import World
 
 GROUP = Group(64, 64, True, 0, "form")
@@ -75,9 +79,27 @@ def made_of(image: Image, file_name: str, data: bytes) -> Written:
     return Written(image.row.index, file_name, len(data), "", "", "png", False, 1, "eager", None, None, 0, 0.0)
 
 
-def row_table(shard: Any, model: str, made: Sequence[Written], failed: Sequence[Failure]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """A row table as far as it is asked for."""
+
+    lines: tuple[tuple[int, str, str], ...]
+    """Index, status and id of each row."""
+
+    def __getitem__(self, column: str) -> Any:
+        assert column == "file_name"
+        return SimpleNamespace(to_pylist=lambda: [f"{index}.png" for index, status, _ in self.lines if status == "ok"])
+
+
+def row_table(shard: Sequence[Row], model: str, made: Sequence[Written], failed: Sequence[Failure]) -> bytes:
     lines = [(one.index, "ok") for one in made] + [(one.row.index, "failed") for one in failed]
-    return json.dumps(lines).encode()
+    return json.dumps([(index, status, shard[index].id) for index, status in lines]).encode()
+
+
+@lru_cache(1000)
+def ids_in(content: bytes) -> tuple[tuple[str, ...], ...]:
+    """The ids of the rows of each shard in a plan's file."""
+    return tuple(tuple(shard) for shard in json.loads(content))
 
 
 class SimulatedReader:
@@ -85,16 +107,24 @@ class SimulatedReader:
 
     def __init__(self, root: Any, index: PlanIndex) -> None:
         self.index = index
+        self._root = root
 
     def shard(self, number: int) -> list[Row]:
-        path = RUN / ".run" / "plan" / self.index.folder / "0000.parquet"
-        with resumable(path):
-            World.now.step("read", path)
-        prompt = "cannot be encoded" if number == World.now.odd_shard else ""
+        file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
+        path = self._root / file.name
+        content = my_files().read(path)
+        if content is None or digest(content) != file.sha256:
+            raise UsageError(f"{path}: the plan cannot be read")
         return [
-            Row(index, f"{number}.{index}", 0, prompt if index == 0 else "", None, 64, 64, 1, 1.0, "", 0)
-            for index in range(self.index.shard_rows[number])
+            Row(index, name, 0, "cannot be encoded" if is_odd(number, name) else "", None, 64, 64, 1, 1.0, "", 0)
+            for index, name in enumerate(ids_in(content)[number - file.first_shard])
         ]
+
+
+def is_odd(shard: int, name: str) -> bool:
+    """Whether the row of this id cannot be encoded: the first one of a shard, perhaps cured when it is tried again."""
+    odd = World.now.odd_shard
+    return name == f"{odd}.0" and (shard == odd or World.now.is_stubborn)
 
 
 def batches(shard: list[Row], groups: Any, skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
@@ -105,27 +135,64 @@ def batches(shard: list[Row], groups: Any, skip: frozenset[int] = frozenset()) -
             yield Batch(start // size, size, GROUP, rows)
 
 
+Shards = Sequence[Sequence[str]]
+"""Ids of rows by shard."""
+
+
 def written(
-    drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerprint: Any, bad: Any, after: Any
+    drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerprint: Any, bad: Any, after: PlanIndex | None
 ) -> PlanIndex:
-    """As `plans._written`: a folder with files, whose content is the folder's name."""
+    """As `plans._written`."""
+    return write_plan(drafted.shards, folder, files, job, after)
+
+
+def write_plan(
+    shards: Shards, folder: Any, files: Any, job: Any, after: PlanIndex | None, replaced: tuple[Replaced, ...] = ()
+) -> PlanIndex:
+    """A folder with one file, which holds the rows' ids."""
     files.make_folder(folder)
-    files.write(folder / "0000.parquet", folder.name.encode())
+    content = json.dumps(shards).encode()
+    files.write(folder / "0000.parquet", content)
     files.sync_folder(folder)
-    return index_of(folder.name, World.now.shard_rows, job)
+    return index_of(folder.name, content, job, after, replaced)
 
 
-def index_of(folder: str, shard_rows: tuple[int, ...], job: Any) -> PlanIndex:
-    files = (PlanFile(f"{folder}/0000.parquet", len(folder), "", "", 0, len(shard_rows)),)
-    buckets = (BucketWork(0, 1, 1, 1),)
-    shard_s = (1.0,) * len(shard_rows)
-    return PlanIndex(0, folder, files, 0, shard_rows, shard_s, (GROUP,), buckets, 0, 0, "model", job, {})
+def index_of(
+    folder: str, content: bytes, job: Any, after: PlanIndex | None = None, replaced: tuple[Replaced, ...] = ()
+) -> PlanIndex:
+    base, shard_rows = Base.after(after), tuple(map(len, ids_in(content)))
+    return PlanIndex(
+        number=base.number,
+        folder=folder,
+        files=(PlanFile(f"{folder}/0000.parquet", len(content), digest(content), "", base.shards, len(shard_rows)),),
+        first_shard=base.shards,
+        shard_rows=shard_rows,
+        shard_s=(1.0,) * len(shard_rows),
+        groups=() if after else (GROUP,),
+        buckets=(BucketWork(0, 1, 1, 1),),
+        num_rejected=0,
+        num_redrawn=0,
+        model="model",
+        job=job,
+        fingerprint={},
+        replaced=replaced,
+    )
+
+
+def base_shards(shard_rows: Sequence[int]) -> Shards:
+    """What is planned first."""
+    return [[f"{shard}.{row}" for row in range(num_rows)] for shard, num_rows in enumerate(shard_rows)]
 
 
 def plan_manifest(names: Any, job: Any, on_progress: Any) -> Any:
-    manifest = SimpleNamespace(check_unchanged=lambda: None)
-    drafted = SimpleNamespace(survey=SimpleNamespace(manifest=manifest, rows_digest=""))
-    return SimpleNamespace(draft=drafted, facts=None, rejections=None)
+    return drafted(base_shards(World.now.shard_rows))
+
+
+def drafted(shards: Shards) -> Any:
+    """What `plan_manifest` says of rows that are to be planned."""
+    survey = SimpleNamespace(manifest=SimpleNamespace(check_unchanged=lambda: None), rows_digest="", num_rejected=0)
+    draft = SimpleNamespace(survey=survey, shards=shards, cut=SimpleNamespace(num_rows=sum(map(len, shards))))
+    return SimpleNamespace(draft=draft, facts=None, rejections=None)
 
 
 def open_run(run: Any, names: Any, job: Any, on_planned: Any, on_progress: Any) -> PlanIndex:
@@ -159,40 +226,44 @@ class SimulatedGenerator:
         return []
 
 
-def read_table(path: Any, columns: Any = None) -> Any:
+def read_table(path: Any, columns: Any = None) -> RowTable:
     content = my_files().read(path)
     try:
         lines = json.loads(content or b"")
     except ValueError:
         raise BatchgenError(f"{path}, the row table of a committed part, cannot be read") from None
-    return [tuple(line) for line in lines]
+    return RowTable(tuple(tuple(line) for line in lines))
 
 
-def sources(
-    run: Any, index: Any, receipts: Sequence[Receipt], book: Any
-) -> list[tuple[Receipt, list[tuple[int, str]]]]:
+def sources(run: Any, index: PlanIndex, receipts: Sequence[Receipt], book: Any) -> list[tuple[Receipt, RowTable]]:
     """As `finalize._sources`: every row table read, every part looked for."""
     found = []
     for receipt in receipts:
         table = read_table(book.table_path(receipt.shard, receipt.epoch))
-        if receipt.part:
-            check_part(run, receipt, table)
+        gone = index.gone(receipt.shard)
+        table = RowTable(tuple(line for line in table.lines if line[0] not in gone))
+        check_part(run, index, (gone and book.receipt(receipt.shard, receipt.epoch)) or receipt, table)
         found.append((receipt, table))
     return found
 
 
-def check_part(run: Any, receipt: Receipt, table: list[tuple[int, str]]) -> None:
+def check_part(run: Any, index: PlanIndex, receipt: Receipt, table: RowTable) -> None:
+    """As `finalize._check_files`."""
+    made = table["file_name"].to_pylist()
+    if not receipt.part or not made:
+        return
     path = run.data / receipt.part
-    names = [path / f"{row}.png" for row, status in table if status == "ok"]
-    for one in names if run.files.is_folder(path) else [path]:
-        if run.files.stat(one) is None:
-            raise BatchgenError(f"{one}, which a receipt names, is missing")
+    is_folder = run.files.is_folder(path)
+    for one in [path / name for name in made] if is_folder else [path]:
+        found = run.files.stat(one)
+        if found is None or not (is_folder or found.size == content_of(run, index, receipt, None).num_bytes):  # type: ignore[arg-type]
+            raise BatchgenError(f"{one}, which a receipt names, is missing or has another size")
 
 
 def write_tables(index: Any, rows: Any, scratch: Any, *, is_partial: bool) -> dict[str, Any]:
     files = my_files()
     middle = ".partial" if is_partial else ""
-    lines = sorted((receipt.shard, row, status) for receipt, table in rows for row, status in table)
+    lines = sorted((name, receipt.shard, row, status) for receipt, table in rows for row, status, name in table.lines)
     tables = {f"metadata{middle}.parquet": "ok", f"failures{middle}.parquet": "failed"}
     if index.output_format == "files" and not is_partial:
         tables["data/metadata.parquet"] = "ok"
@@ -200,5 +271,5 @@ def write_tables(index: Any, rows: Any, scratch: Any, *, is_partial: bool) -> di
     for name, status in tables.items():
         with resumable(scratch):
             file = files.create(temps[name])
-            files.append(file, temps[name], json.dumps([line[:2] for line in lines if line[2] == status]).encode())
+            files.append(file, temps[name], json.dumps([line[:3] for line in lines if line[3] == status]).encode())
     return temps

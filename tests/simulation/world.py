@@ -34,7 +34,7 @@ class Violation(Exception):
 
 @dataclass(slots=True)
 class Trouble:
-    """What happens to the process that makes a step, at the first one from `step` on that `call` names ("": any)."""
+    """What happens to the process that makes a step: the first from `step` on that `call` and `at` name ("": any)."""
 
     step: int
     kind: str
@@ -46,6 +46,10 @@ class Trouble:
     """errno"""
     is_replaced: bool = False
     """With a pause: another process is started in its stead, as by a cluster that believes it dead."""
+    at: str = ""
+    """Part of the path that the step is about."""
+    kills_after: int = 0
+    """With a pause: so many steps after its end somebody is killed, most likely who made it; 0: nobody."""
 
     def __str__(self) -> str:
         what = f"{self.kind} {errno.errorcode[self.number]}" if self.number else self.kind
@@ -240,7 +244,7 @@ class World:
             self.violation = Violation(f"no end after {MAX_STEPS} steps")
             self._leave(self.me)
         for trouble in self.troubles:
-            if trouble.step <= number and trouble.call in ("", call):
+            if trouble.step <= number and trouble.call in ("", call) and trouble.at in place.text:
                 break
         else:
             return None
@@ -261,6 +265,8 @@ class World:
             case "pause":
                 process.paused_until = self.now_s + trouble.seconds
                 self.switch()
+                if trouble.kills_after:
+                    self._expect(Trouble(self.num_steps + trouble.kills_after, "kill"))
             case "stall":
                 self.sleep(trouble.seconds)
             case "signal":
@@ -273,6 +279,10 @@ class World:
             case "lost":
                 return OSError(trouble.number, "reply lost", place.text)
         return None
+
+    def _expect(self, trouble: Trouble) -> None:
+        self.troubles = sorted([*self.troubles, trouble], key=lambda one: one.step)
+        self._next_trouble = self.troubles[0].step
 
     def _crash(self, host: int) -> None:
         is_only = len({one.host for one in self.processes}) == 1
