@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from batchgen.bench import baselines, figures, images, modes, ours
+from batchgen.bench import baselines, figures, images, modes, ours, traces
 from batchgen.bench.architectures import ARCHITECTURES, ensure_folder
 from batchgen.bench.evaluations import count_flops, total_flops
 from batchgen.bench.traces import most
@@ -42,6 +42,13 @@ MIXED = Workload(2_000, "mixed", side=512, divisor=2, steps=20, guidance=7.5, sa
 def test_time_that_kernels_cover(intervals: list[figures.Interval], covered: float, idle: float | None) -> None:
     assert figures.union(intervals) == pytest.approx(covered)
     assert figures.idle_share(intervals) == (None if idle is None else pytest.approx(idle))
+
+
+def test_the_longest_gaps_are_named() -> None:
+    kernels = [traces.Kernel("c", 9000, 9500), traces.Kernel("a", 0, 4000), traces.Kernel("b", 1000, 2000)]
+    kernels.append(traces.Kernel("d", 9600, 9700))
+    assert traces.longest_gaps(kernels) == [traces.Gap(5.0, "a", "c"), traces.Gap(0.1, "c", "d")]
+    assert traces.longest_gaps([]) == []
 
 
 def test_rates_and_ratios() -> None:

@@ -28,6 +28,7 @@ from batchgen.job import Job, load_job
 Say = Callable[[str], None]
 BASELINES = {"single": ("loop", "best", "compiled"), "mixed": ("exact", "sized")}
 PROFILES = KERNELS
+NAMED_GAPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,11 @@ def idle_line(one: ours.Idle) -> str:
     """How busy the device was, in words."""
     if one.idle_share is None:
         return "device idle: the profiler saw no kernel"
-    return f"device idle {one.idle_share:.2%} of {one.window_s:.1f} s ({one.batches} batches, {one.kernels:,} kernels)"
+    longest = ", ".join(f"{gap.ms:.1f}" for gap in one.gaps[:NAMED_GAPS])
+    return (
+        f"device idle {one.idle_share:.2%} of {one.window_s:.1f} s ({one.batches} batches, {one.kernels:,} kernels; "
+        f"at longest {longest} ms)"
+    )
 
 
 def compute_line(one: Compute) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from batchgen.balance import Balance
 from batchgen.bench.figures import rate, share
-from batchgen.bench.traces import Window, touch_profiler
+from batchgen.bench.traces import Gap, Window, longest_gaps, touch_profiler
 from batchgen.bench.watch import Watched
 from batchgen.bench.workload import Wanted, write_manifest
 from batchgen.drafts import Draft
@@ -73,6 +73,8 @@ class Idle:
     window_s: float
     batches: int
     kernels: int
+    gaps: list[Gap]
+    """The longest times in which it did nothing."""
 
 
 @dataclass(slots=True)
@@ -157,7 +159,8 @@ class Bench:
             assert self.watched is not None
             self._window.close(len(self.watched.batches))
         window, self._window = self._window, None
-        return Idle(window.idle_share, window.seconds, window.batches, len(window.busy_s))
+        gaps = longest_gaps(window.kernels)
+        return Idle(window.idle_share, window.seconds, window.batches, len(window.kernels), gaps)
 
     def close(self) -> None:
         """Give the device's memory back."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from batchgen.bench.figures import Interval, idle_share, share
+from batchgen.bench.figures import idle_share, share
 
 SKIPPED_BATCHES = 2
 """At the start of a run, until the next batch always waits behind the one at work."""
@@ -25,13 +25,44 @@ WARM_UPS = 3
 TOP = 12
 
 
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel that ran on the device; copies and fills are none. Microseconds."""
+
+    name: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time in which no kernel ran."""
+
+    ms: float
+    after: str
+    """The kernel that ran before it."""
+    before: str
+
+
+def longest_gaps(kernels: Iterable[Kernel]) -> list[Gap]:
+    """The times between kernels, the longest first, and as many as TOP."""
+    gaps: list[Gap] = []
+    latest: Kernel | None = None
+    for one in sorted(kernels, key=lambda kernel: kernel.start_us):
+        if latest is not None and one.start_us > latest.end_us:
+            gaps.append(Gap((one.start_us - latest.end_us) / 1e3, latest.name, one.name))
+        if latest is None or one.end_us > latest.end_us:
+            latest = one
+    return sorted(gaps, key=lambda gap: -gap.ms)[:TOP]
+
+
 @dataclass(slots=True)
 class Window:
     """A profiler that is on for some batches of a run; afterwards it calls `stop`, to end the run."""
 
     stop: Callable[[], None]
-    busy_s: list[Interval] = field(default_factory=list)
-    """Each kernel's start and end."""
+    kernels: list[Kernel] = field(default_factory=list)
+    """That ran meanwhile."""
     batches: int = 0
     _profiler: Any = None
     _started_s: float = 0.0
@@ -41,11 +72,13 @@ class Window:
     @property
     def idle_share(self) -> float | None:
         """1 - the union of kernels' time over the time from the first kernel's start to the last one's end."""
-        return idle_share(self.busy_s)
+        return idle_share([(one.start_us, one.end_us) for one in self.kernels])
 
     @property
     def seconds(self) -> float:
-        return max(end for _, end in self.busy_s) - min(start for start, _ in self.busy_s) if self.busy_s else 0.0
+        if not self.kernels:
+            return 0.0
+        return (max(one.end_us for one in self.kernels) - min(one.start_us for one in self.kernels)) / 1e6
 
     def at_batch(self, number: int) -> None:
         """To be called before each batch is submitted."""
@@ -66,7 +99,7 @@ class Window:
         self._is_over = True
         self.batches = number - self._first
         self._profiler.stop()
-        self.busy_s = [(one.start_us / 1e6, one.end_us / 1e6) for one in kernels_of(self._profiler)]
+        self.kernels = kernels_of(self._profiler)
 
 
 def touch_profiler() -> None:
@@ -75,15 +108,6 @@ def touch_profiler() -> None:
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]):
         torch.zeros(1, device="cuda").add_(1)
         torch.cuda.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel that ran on the device; copies and fills are none. Microseconds."""
-
-    name: str
-    start_us: float
-    end_us: float
 
 
 def kernels_of(profiler: Any) -> list[Kernel]:
