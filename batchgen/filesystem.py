@@ -247,8 +247,11 @@ class FileSystem:
 
     def is_link(self, path: Path) -> bool:
         """Whether a name is that of a symbolic link."""
-        with resumable(path):
-            return stat.S_ISLNK(os.lstat(path).st_mode) if os.path.lexists(path) else False
+        try:
+            with resumable(path):
+                return stat.S_ISLNK(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            return False
 
     def digest(self, path: Path) -> tuple[int, str]:
         """Size in bytes and sha256 of a file, of any size."""

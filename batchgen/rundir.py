@@ -177,7 +177,7 @@ def check_place(run: RunDirectory) -> None:
 
 def _check_links(run: RunDirectory) -> None:
     """Refuse bookkeeping that leads out of the run directory."""
-    for folder in (run.data, run.root, *(run.root / name for name in FOLDERS)):
+    for folder in (run.data, run.root, *(run.root / name for name in (*FOLDERS, "starts", "withdrawn"))):
         if run.files.is_link(folder):
             raise UsageError(
                 f"{folder} is a symbolic link; a run directory holds its files itself: put a folder in its place"

@@ -102,9 +102,13 @@ class Starts:
             self.run.files.remove(_ended(self._folder / name))  # Of a start that another has forgotten meanwhile.
         for name in sorted(begun, key=lambda name: (name not in ended, name))[:LOOKS]:
             path = self._folder / name
-            with suppress(*NO_SLOT):
+            try:
                 fields = json.loads(self.run.files.read(path) or b"")
-                yield Start(path, Owner(**fields["owner"]), int(fields["settled"]), name in ended)
+                one = Start(path, Owner(**fields["owner"]), int(fields["settled"]), name in ended)
+            except NO_SLOT:
+                self._forget(path)  # Torn, or another's: it counts for nothing.
+            else:
+                yield one
 
     def _has_ended(self, one: Start, me: Owner) -> bool:
         """As far as can be told from here."""

@@ -45,7 +45,7 @@ class PartWriter:
         disk.remove(self._path)
         with resumable(self._path):
             self._container: Container = container(self._path, shard, model)
-        self.num_added = 0
+        self._num_added = 0
         self._num_settled = 0
         self._ready: dict[int, Member | Failure | None] = {}
         self._images: list[Written] = []
@@ -58,11 +58,11 @@ class PartWriter:
         assert self._shard["id"][image.row.index].as_py() == image.row.id
         self._raise_error()
         # Counted before it is handed over: an interruption between the two must leave nothing that is waited for.
-        place, self.num_added = self.num_added, self.num_added + 1
+        place, self._num_added = self._num_added, self._num_added + 1
         try:
             self._pool.submit(partial(self._encode, place, image))
         except BaseException:
-            self.num_added = place
+            self._num_added = place
             raise
 
     def finish(self) -> Part:
@@ -129,7 +129,7 @@ class PartWriter:
 
     def _wait(self) -> None:
         with self._progress:
-            self._progress.wait_for(lambda: self._num_settled >= self.num_added)
+            self._progress.wait_for(lambda: self._num_settled >= self._num_added)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -20,8 +20,11 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     stream = TextIOWrapper(open(writer, "wb", buffering=0), encoding="utf-8")  # noqa: SIM115
-    yield reader, streams._lasting(stream)
+    lasting = streams._lasting(stream)
+    yield reader, lasting
     os.close(reader)
+    lasting.close()
+    stream.close()
 
 
 def test_a_reader_that_takes_nothing_is_not_waited_for(
@@ -35,10 +38,10 @@ def test_a_reader_that_takes_nothing_is_not_waited_for(
             print("x" * 100_000, file=pipe[1])
         ended.set()
 
-    before = time.thread_time()
+    before = time.process_time()
     threading.Thread(target=write, daemon=True).start()
     assert ended.wait(60)
-    assert time.thread_time() - before < 5
+    assert time.process_time() - before < 5
 
 
 def test_a_late_reader_gets_all(pipe: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from batchgen.bench.figures import rate, spread
 from batchgen.bench.workload import Wanted
+from batchgen.errors import BatchgenError
 from batchgen.models.facts import SAMPLERS
 from batchgen.wording import first_line
 
@@ -88,7 +89,6 @@ class Diffusers:
     """Batches that each baseline makes; 0 makes the whole workload."""
     say: Say
     pipeline: Any = None
-    is_compiled: bool = False
 
     def loop(self, rows: Sequence[Wanted]) -> Baseline:
         """One row a call."""
@@ -113,6 +113,11 @@ class Diffusers:
             except torch.OutOfMemoryError as error:
                 self.say(f"  batch {size} does not fit: {first_line(error)}")
                 break
+        if not tried:
+            raise BatchgenError(
+                f"diffusers cannot make {TRIED_BATCHES[0]} images at once on {self.device}: its memory is too small; "
+                "leave out what needs a batch with --baselines loop, or none"
+            )
         return max(tried, key=lambda one: one.images_per_s)
 
     def compiled(self, rows: Sequence[Wanted], size: int, mode: str) -> Baseline:

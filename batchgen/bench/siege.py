@@ -134,8 +134,7 @@ class Siege:
         with self._leaving_none():
             for order in self.targets.left():
                 one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
-                self._await([one.victim], _FINISH_S)
-                one.victim.send(signal.SIGKILL)
+                self._await_end([one.victim])
                 self._bury(one)
                 self.targets.misses[order.step, order.is_after] += 1
                 if is_finished(self.run) or self.problems:
@@ -236,12 +235,20 @@ class Siege:
     def _finish(self) -> None:
         """All workers once more, undisturbed."""
         victims = [self._victim(None) for _ in range(self.num_workers)]
-        self._await(victims, _FINISH_S)
+        self._await_end(victims)
         for one in victims:
             if one.exit_code != 0:
                 self._complain(one, f"was left in peace and ended with {one.exit_code}")
-                one.send(signal.SIGKILL)
             self.dead.append(Dead(one, one.log(), None, was_stopped=False))
+
+    def _await_end(self, victims: Sequence[Victim]) -> None:
+        """Those that do not end in time are complained of and killed."""
+        self._await(victims, _FINISH_S)
+        hanging = [one for one in victims if one.exit_code is None]
+        for one in hanging:
+            self._complain(one, f"has not ended after {_FINISH_S:.0f} s")
+            one.send(signal.SIGKILL)
+        self._await(hanging, _DRAIN_S)
 
     def _await(self, victims: Sequence[Victim], seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -30,6 +30,8 @@ from batchgen.rundir import RunDirectory
 from batchgen.version import VERSION
 from batchgen.wording import counted
 
+KILLS_EACH = 40
+"""The most kills on one run directory."""
 FORMATS = ("files", "parquet", "webdataset")
 COMMIT_EVERY_S = 0.2
 _SIZES = ((64, 64), (96, 64), (128, 192), (320, 256), (64, 448), (256, 256))
@@ -53,8 +55,6 @@ class Settings:
     formats: Sequence[str] = FORMATS
     rows: int = 240
     """Of each run directory."""
-    kills_each: int = 40
-    """The most kills on one run directory."""
     folder: Path | None = None
 
 
@@ -215,7 +215,7 @@ class _Soak:
     def _besiege(self, of: _Format, bar: tqdm[NoReturn]) -> None:
         settings = self._settings
         siege = self._siege(of, self._random.randint(*settings.workers), bar)
-        most = min(settings.kills_each, settings.kills - self._kills.total())
+        most = min(KILLS_EACH, settings.kills - self._kills.total())
         self._say(f"{siege.run.path.name}: {siege.num_workers} at once, up to {counted(most, 'kill')}")
         siege.go(most)
         self._close(siege, of)

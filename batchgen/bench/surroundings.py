@@ -54,4 +54,4 @@ def versions() -> dict[str, str]:
 def save(report: Any, path: Path | None) -> None:
     """Write what a report, a dataclass, has so far, so that a bench that is cut short leaves it."""
     if path:
-        path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")

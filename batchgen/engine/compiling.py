@@ -90,8 +90,9 @@ class Compiler:
 
     def _whole(self, name: str, module: nn.Module, part: Callable[[Any], Network]) -> Network:
         self._has_whole = True
-        twin = self._wholes.setdefault(name, twin_of(module))
-        compiled: Network = torch.compile(part(twin), fullgraph=True, dynamic=False)
+        if name not in self._wholes:
+            self._wholes[name] = twin_of(module)
+        compiled: Network = torch.compile(part(self._wholes[name]), fullgraph=True, dynamic=False)
         return compiled
 
     def _regional(self, name: str, module: nn.Module, settle: Callable[[Any], object]) -> Any:

@@ -72,7 +72,7 @@ class Decoder:
 
         def finish() -> list[Pixels | Fault]:
             mark.wait()
-            results = [result for chunk in judged for result in _results(chunk)]
+            results = [result for one in judged for result in _results(one)]
             return [self._again(latents[i : i + 1], result) for i, result in enumerate(results)]
 
         return finish

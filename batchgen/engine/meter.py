@@ -91,7 +91,7 @@ class Meter:
             bucket.size,
             fixed_s=min(text_s + decode_s, before.fixed_s if before else math.inf),
             evaluation_s=min(denoise_s / evaluations, before.evaluation_s if before else math.inf),
-            peak_bytes=max(peak_bytes, (before and before.peak_bytes) or 0),
+            peak_bytes=max(peak_bytes, (before.peak_bytes or 0) if before else 0),
             weights_bytes=self._weights_bytes,
             device_bytes=torch.cuda.get_device_properties(self._device).total_memory,
             mode=mode,

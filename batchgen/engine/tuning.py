@@ -160,7 +160,7 @@ class Tuning:
         timed = dict(self._timed([wanted] if wanted else present(), probe))
         fastest = min(timed, key=lambda name: timed[name])
         times = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in timed.items())
-        self._context.say(f"attention kernels: {fastest} (an eager evaluation of {bucket}: {times})")
+        self._context.say(f"fastest attention kernels here: {fastest} (an eager evaluation of {bucket}: {times})")
         if not self._is_auto:
             return Choice(fastest, chunks=self._chunks())
         compile_s, work = COMPILE_S + COMPILE_S_PER_PARAMETER * num_parameters, self._context.work
