@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -17,13 +17,12 @@ from typing import Any
 import diffusers
 import torch
 
-from batchgen.bench.figures import rate, spread
+from batchgen.bench.figures import Say, rate, spread
 from batchgen.bench.workload import Wanted
 from batchgen.errors import BatchgenError
 from batchgen.models.facts import SAMPLERS
 from batchgen.wording import first_line
 
-Say = Callable[[str], None]
 TRIED_BATCHES = (4, 8, 16, 32)
 LOOP_CALLS = 5
 """A sampled loop at batch 1 makes this many calls for every batch of the others."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from batchgen.bench.figures import save
 from batchgen.errors import UsageError
 from batchgen.models.facts import SAMPLERS
 
@@ -117,9 +118,9 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         folder=options["folder"],
         json_file=json_file,
     )
-    bench_images(settings, _say)
+    bench_images(settings, click.echo)
     if json_file:
-        _say(str(json_file))
+        click.echo(str(json_file))
 
 
 @bench.command()
@@ -152,9 +153,9 @@ def modes(arch: str, batches: str, modes: str | None, captured: int | None, **op
         folder=options["folder"],
         json_file=options["json_file"],
     )
-    bench_modes(settings, _say)
+    bench_modes(settings, click.echo)
     if settings.json_file:
-        _say(str(settings.json_file))
+        click.echo(str(settings.json_file))
 
 
 @bench.command()
@@ -194,9 +195,9 @@ def soak(kills: int, seed: int, workers: str, rows: int, formats: str, **options
     if not names or set(names) - set(FORMATS):
         raise click.BadParameter(f"{formats!r} is no list of {', '.join(FORMATS)}", param_hint="--formats")
     settings = Settings(kills, seed, (int(fewest), int(most)), names, rows, folder=options["folder"])
-    report = bench_soak(settings, _say)
-    _save(report, options["json_file"])
-    _say("\n".join(report.lines()))
+    report = bench_soak(settings, click.echo)
+    save(report, options["json_file"])
+    click.echo("\n".join(report.lines()))
     if report.problems:
         raise BatchgenError(f"{len(report.problems)} problems, named above; the first: {report.problems[0]}")
 
@@ -215,16 +216,8 @@ def long_(rows: int, output_format: str, json_file: Path | None, folder: Path | 
     from batchgen.bench.long import bench_long
 
     measured = bench_long(rows, output_format, folder)
-    _save(measured, json_file)
-    _say("\n".join(measured.lines()))
-
-
-def _save(report: Any, path: Path | None) -> None:
-    from dataclasses import asdict
-
-    if path:
-        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        _say(str(path))
+    save(measured, json_file)
+    click.echo("\n".join(measured.lines()))
 
 
 @bench.command()
@@ -243,7 +236,7 @@ def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_worke
     Example: batchgen bench workers --arch sd15 --rows 2000 --gpus 2 --json two.json
     """
     from batchgen.bench.architectures import ARCHITECTURES
-    from batchgen.bench.surroundings import save, workplace
+    from batchgen.bench.surroundings import workplace
     from batchgen.bench.workers import bench_workers
     from batchgen.bench.workload import Workload
     from batchgen.job import load_job
@@ -256,10 +249,10 @@ def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_worke
     side, steps, guidance = known.side, steps or known.steps, known.guidance
     workload = Workload(rows, "single", side, known.divisor, steps, guidance, "euler")
     with workplace(options["folder"]) as folder:
-        report = bench_workers(arch, workload, options["overrides"], seats, folder, _say)
+        report = bench_workers(arch, workload, options["overrides"], seats, folder, click.echo)
     save(report, options["json_file"])
     speedup = "not known, of too few rows" if report.speedup is None else f"{report.speedup:.3f}"
-    _say(f"speed-up {speedup}, pixels {'the same' if report.has_same_pixels else 'DIFFER'}")
+    click.echo(f"speed-up {speedup}, pixels {'the same' if report.has_same_pixels else 'DIFFER'}")
 
 
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
@@ -267,7 +260,3 @@ def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     if given is None:
         return default
     return tuple(name for name in given.split(",") if name and name != "none")
-
-
-def _say(text: str) -> None:
-    click.echo(text)

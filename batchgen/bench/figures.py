@@ -1,9 +1,14 @@
-"""The arithmetic of a bench: plain numbers in, plain numbers out."""
+"""The arithmetic of a bench, plain numbers in and plain numbers out, and the file that its report goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+Say = Callable[[str], None]
 Interval = tuple[float, float]
 """Start and end, in one unit of time."""
 
@@ -46,3 +51,9 @@ def spread(items: int, wanted: int) -> list[int]:
     if not wanted or wanted >= items:
         return list(range(items))
     return [(2 * number + 1) * items // (2 * wanted) for number in range(wanted)]
+
+
+def save(report: Any, path: Path | None) -> None:
+    """Write what a report, a dataclass, has so far, so that a bench that is cut short leaves it."""
+    if path:
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")

@@ -13,8 +13,8 @@ from batchgen.bench import ours
 from batchgen.bench.architectures import ensure_folder
 from batchgen.bench.baselines import Baseline, Diffusers
 from batchgen.bench.evaluations import Evaluation, evaluation, matmul_flops_per_s, total_flops
-from batchgen.bench.figures import ratio, share
-from batchgen.bench.surroundings import quieten, save, versions, workplace
+from batchgen.bench.figures import Say, ratio, save, share
+from batchgen.bench.surroundings import quieten, versions, workplace
 from batchgen.bench.traces import KernelTime, kernel_times
 from batchgen.bench.workload import Workload
 from batchgen.cores import usable_cores
@@ -25,7 +25,6 @@ from batchgen.engine.engine import Engine, device_name, find_device
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 
-Say = Callable[[str], None]
 BASELINES = {"single": ("loop", "best", "compiled"), "mixed": ("exact", "sized")}
 PROFILES = KERNELS
 NAMED_GAPS = 4

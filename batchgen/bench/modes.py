@@ -14,7 +14,8 @@ from torch import Tensor
 
 from batchgen.bench.architectures import ARCHITECTURES, Architecture, ensure_folder
 from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_s
-from batchgen.bench.surroundings import quieten, save, versions, workplace
+from batchgen.bench.figures import Say, save
+from batchgen.bench.surroundings import quieten, versions, workplace
 from batchgen.bench.workload import SIZES
 from batchgen.engine.attention import attention, present
 from batchgen.engine.compiling import KERNELS, Compiler, mode_of
@@ -26,7 +27,6 @@ from batchgen.job import Job, load_job
 from batchgen.models.family import Network
 from batchgen.records import Bucket
 
-Say = Callable[[str], None]
 Place = tuple[int, int, int]
 """Batch size, width, height."""
 MODES = ("eager", "graph", "regional", "regional+graph", "compiled", "compiled+graph")

@@ -6,7 +6,7 @@ import gc
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from batchgen.balance import Balance
-from batchgen.bench.figures import rate, share
+from batchgen.bench.figures import Say, rate, share
 from batchgen.bench.traces import Gap, Window, longest_gaps, touch_profiler
 from batchgen.bench.watch import Watched
 from batchgen.bench.workload import Wanted, write_manifest
@@ -29,8 +29,6 @@ from batchgen.records import Batch
 from batchgen.rundir import Planned
 from batchgen.runner import run_job
 from batchgen.stopping import Stop
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

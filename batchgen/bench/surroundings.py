@@ -1,15 +1,12 @@
-"""What every bench has around it: a folder, quiet libraries, the versions, and its file of figures."""
+"""What every bench has around it: a folder, quiet libraries, and the versions."""
 
 from __future__ import annotations
 
-import json
 import platform
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import diffusers
 import PIL
@@ -49,9 +46,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "pillow": PIL.__version__,
     }
-
-
-def save(report: Any, path: Path | None) -> None:
-    """Write what a report, a dataclass, has so far, so that a bench that is cut short leaves it."""
-    if path:
-        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")

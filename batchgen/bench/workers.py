@@ -7,7 +7,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from batchgen.balance import Balance
-from batchgen.bench.figures import rate, ratio
+from batchgen.bench.figures import Say, rate, ratio
 from batchgen.bench.workload import Workload, write_manifest
 from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
@@ -27,8 +27,6 @@ from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
 from batchgen.wording import counted
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
