@@ -26,7 +26,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft
+    errors version wording streams slurm.environment timeleft schedule
     records slurm.programs
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety
