@@ -22,7 +22,8 @@ GAIN = 0.98
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What one batch of a bucket costs: `fixed_s` (encoding, decoding) + evaluations × `evaluation_s`."""
+    """What one batch of a bucket costs: `fixed_s` (encoding, decoding) + evaluations × `evaluation_s`. Rows beyond
+    its size cost `fixed_s` again, for each further lot of that size."""
 
     fixed_s: float
     evaluation_s: float

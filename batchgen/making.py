@@ -24,6 +24,7 @@ class Maker:
     grace_s: float
     say: Callable[[str], None]
     _batch_s: dict[tuple[Group, int], float] = field(default_factory=dict)
+    """Of a batch of as many rows as lanes, by the bucket's last one."""
     _largest: dict[Group, int] = field(default_factory=dict)
     """The largest batch size that is still tried, where a larger one did not fit."""
 
@@ -85,7 +86,9 @@ class Maker:
 
     def _make_smaller(self, batch: Batch, error: OutOfMemory) -> list[Outcome]:
         if batch.size == 1:
-            return [Failure(row, type(error).__name__, str(error)) for row in batch.rows]
+            if len(batch.rows) > 1:
+                return [self._make_alone(batch, row) for row in batch.rows]
+            return [Failure(batch.rows[0], type(error).__name__, str(error))]
         self._largest[batch.group] = batch.size // 2
         half, shape = batch.size // 2, f"{batch.group.width}x{batch.group.height}"
         self.say(f"a batch of {batch.size} does not fit into memory at {shape}; from now on {half} are made at once")
@@ -94,12 +97,12 @@ class Maker:
     def _submit(self, batch: Batch) -> Pending:
         started = time.monotonic()
         pending = self.generator.submit(batch, self.should_drop(batch, started))
-        self._batch_s[batch.group, batch.size] = time.monotonic() - started
+        self._batch_s[batch.group, batch.size] = (time.monotonic() - started) / _loads(batch)
         return pending
 
     def should_drop(self, batch: Batch, started: float) -> Callable[[], bool]:
         """Whether the batch cannot be finished in what is left of the grace, judged by the bucket's last batch."""
-        expected_s = self._batch_s.get((batch.group, batch.size), 0.0)
+        expected_s = self._batch_s.get((batch.group, batch.size), 0.0) * _loads(batch)
 
         def should_drop() -> bool:
             if not self.stop.is_asked:
@@ -111,10 +114,17 @@ class Maker:
 
 
 def _halves(batch: Batch) -> list[Batch]:
-    """A batch that is too large, in two of half its size; in one if it has no more rows than that."""
+    """A batch that is too large, in two of half its size; in one if it has no more rows than that, or if its rows take
+    turns: they do so in half as many lanes."""
     half = batch.size // 2
-    rows = [batch.rows[start : start + half] for start in range(0, len(batch.rows), half)]
+    most = half if len(batch.rows) <= batch.size else len(batch.rows)
+    rows = [batch.rows[start : start + most] for start in range(0, len(batch.rows), most)]
     return [replace(batch, size=half, rows=some) for some in rows]
+
+
+def _loads(batch: Batch) -> float:
+    """How long a batch takes, in batches of as many rows as lanes."""
+    return max(1.0, len(batch.rows) / batch.size)
 
 
 def _is_final(outcome: Outcome) -> bool:

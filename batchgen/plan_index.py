@@ -53,8 +53,9 @@ class BucketWork:
     size: int
     """Batch size."""
     batches: int
+    """Of at most `size` rows each: one with more rows than lanes counts as several."""
     evaluations: int
-    """Of whole batches: the sum of each one's longest row."""
+    """Of whole batches: the sum of each one's longest row, or busiest lane."""
 
 
 @dataclass(frozen=True, slots=True)

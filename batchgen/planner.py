@@ -1,7 +1,8 @@
 """Groups, batches and shards, as pure functions over arrays: one entry per row at most, no Python object per row.
 
-Rows of a group are sorted by model evaluations (ascending) before they are cut, so that a batch's cost is that
-of its last row and rows that finish early idle little.
+Rows of a group are sorted by model evaluations (ascending) before they are cut, so that a plain batch's cost is that
+of its last row and rows that finish early idle little. Where it is predicted to be faster, a group is cut into refilled
+batches instead, which have more rows than lanes (`batchgen.refilling`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from batchgen.cost import Cost, Seconds, allowed_sizes
 from batchgen.errors import UsageError
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.records import Group
+from batchgen.refilling import Batches, cheapest
 
 Ints = npt.NDArray[np.int64]
 SHARD_S = 180.0
@@ -102,13 +104,13 @@ class Cut:
 
     batch_start: Ints
     batch_size: Ints
-    """The bucket's batch size, at least the batch's rows."""
+    """The bucket's batch size. A batch with fewer rows is padded; one with more is refilled."""
     batch_group: Ints
     batch_s: npt.NDArray[np.float64]
     batch_evaluations: Ints
-    """Of the batch's longest row."""
+    """That the batch takes: of its longest row, or of the busiest lane of a refilled one."""
     idle_evaluations: Ints
-    """Row evaluations per batch in which a finished row stands still."""
+    """Row evaluations per batch in which the lane of a finished row stands still."""
     shard_start: Ints
 
     @property
@@ -128,6 +130,17 @@ class Cut:
     @property
     def batch_rows(self) -> Ints:
         return np.diff(self.batch_start)
+
+    @property
+    def batch_padding(self) -> Ints:
+        """Lanes per batch that no row is in."""
+        padding: Ints = np.maximum(0, self.batch_size - self.batch_rows)
+        return padding
+
+    @property
+    def batch_loads(self) -> Ints:
+        """Rows of each batch over its size, rounded up."""
+        return -(-self.batch_rows // self.batch_size)
 
     @property
     def shard_row_start(self) -> Ints:
@@ -156,7 +169,9 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
     `runs` gives, per group in plan order, its number and the run-length form of its rows' evaluations: ascending
     values, and how many rows have each.
     """
-    starts, sizes, numbers, seconds, evaluations, idle = [], [], [], [], [], []
+    num_rows = sum(int(counts.sum()) for _, _, counts in runs)
+    most_images = limits.shard_images or min(MAX_SHARD_IMAGES, -(-num_rows // MIN_SHARDS))
+    parts: list[Batches] = []
     for number, values, counts in runs:
         allowed = allowed_sizes(groups[number], limits.batch_sizes, limits.max_batch, cost)
         if not allowed:
@@ -165,30 +180,30 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
                 f"plan.max_batch = {limits.max_batch}; allow a size of at most that"
             )
         table = {size: cost.seconds(groups[number], size) for size in allowed}
-        used, rows = cut_group(values, counts, table, may_pad=cost.is_measured)
-        ends = np.cumsum(rows)
-        last, sums = _last_and_sum(values, counts, ends)
-        starts.append(rows)
-        sizes.append(used)
-        numbers.append(np.full(len(used), number))
-        seconds.append(
-            np.array([table[size].of(most) for size, most in zip(used.tolist(), last.tolist(), strict=True)], float)
-        )
-        evaluations.append(last)
-        idle.append(last * rows - sums)
-    rows = _joined(starts)
-    batch_s = np.concatenate(seconds) if seconds else np.zeros(0)
-    batch_group = _joined(numbers)
-    largest = int(_joined(sizes).max()) if sizes else 1
+        plain = plain_batches(values, counts, table, may_pad=cost.is_measured)
+        is_own = groups[number].form == OWN_UPDATE
+        parts.append(plain if is_own else cheapest(values, counts, table, plain, most_images))
+    rows = _joined([one.rows for one in parts])
+    batch_s = np.concatenate([one.seconds for one in parts]) if parts else np.zeros(0)
+    batch_group = _joined([np.full(len(one.rows), run[0]) for one, run in zip(parts, runs, strict=True)])
+    batch_size = _joined([one.size for one in parts])
     return Cut(
         batch_start=np.append(0, np.cumsum(rows)),
-        batch_size=_joined(sizes),
+        batch_size=batch_size,
         batch_group=batch_group,
         batch_s=batch_s,
-        batch_evaluations=_joined(evaluations),
-        idle_evaluations=_joined(idle),
-        shard_start=cut_shards(rows, batch_s, batch_group, largest, limits.shard_images),
+        batch_evaluations=_joined([one.evaluations for one in parts]),
+        idle_evaluations=_joined([one.idle for one in parts]),
+        shard_start=cut_shards(rows, batch_s, batch_group, int(batch_size.max(initial=1)), limits.shard_images),
     )
+
+
+def plain_batches(values: Ints, counts: Ints, table: dict[int, Seconds], *, may_pad: bool) -> Batches:
+    """One group's cheapest cut into batches with no more rows than their size."""
+    sizes, rows = cut_group(values, counts, table, may_pad=may_pad)
+    last, sums = _last_and_sum(values, counts, np.cumsum(rows))
+    seconds = [table[size].of(most) for size, most in zip(sizes.tolist(), last.tolist(), strict=True)]
+    return Batches(size=sizes, rows=rows, evaluations=last, idle=last * rows - sums, seconds=np.array(seconds, float))
 
 
 def _last_and_sum(values: Ints, counts: Ints, ends: Ints) -> tuple[Ints, Ints]:

@@ -141,10 +141,12 @@ def _written(
 
 def _buckets(cut: Cut, base: Base) -> Iterator[BucketWork]:
     keys = np.stack([cut.batch_group, cut.batch_size])
-    found, place, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
-    evaluations = np.bincount(place.ravel(), cut.batch_evaluations, len(counts))
-    for (group, size), batches, num in zip(found.T.tolist(), counts.tolist(), evaluations.tolist(), strict=True):
-        yield BucketWork(base.groups + group, size, batches, int(num))
+    found, place = np.unique(keys, axis=1, return_inverse=True)
+    loads, evaluations = (
+        np.bincount(place.ravel(), one, len(found.T)) for one in (cut.batch_loads, cut.batch_evaluations)
+    )
+    for (group, size), batches, num in zip(found.T.tolist(), loads.tolist(), evaluations.tolist(), strict=True):
+        yield BucketWork(base.groups + group, size, int(batches), int(num))
 
 
 def _write_files(drafted: Draft, folder: Path, files: FileSystem, base: Base) -> Iterator[PlanFile]:

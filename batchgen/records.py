@@ -62,7 +62,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that run together. `size` is the bucket's batch size: slots beyond `rows` are padding."""
+    """Rows that run together. `size` is the bucket's batch size, the number of lanes of the static shape: lanes beyond
+    `rows` are padding, rows beyond it wait for a lane whose row has finished."""
 
     number: int
     """Place in its shard."""
@@ -99,8 +100,9 @@ class Work:
     """What is left to do in a bucket."""
 
     batches: int
+    """Of at most the bucket's size: one with more rows than lanes counts as several."""
     evaluations: int
-    """Of whole batches: the sum of each one's longest row."""
+    """Of whole batches: the sum of each one's longest row, or busiest lane."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def summarise(drafted: Draft) -> list[GroupSummary]:
                 group=group,
                 images=images,
                 batches=dict(zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True)),
-                padded=int(cut.batch_size[here].sum()) - images,
+                padded=int(cut.batch_padding[here].sum()),
                 idle_evaluations=int(cut.idle_evaluations[here].sum()),
                 seconds=float(cut.batch_s[here].sum()),
             )

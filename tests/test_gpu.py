@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from batchgen.engine.engine import Engine
+from batchgen.engine.relay import Relay
 from batchgen.generator import Context, OutOfMemory
 from batchgen.records import UNSAFE, Bucket, Failure, Image, Row, Work
 from tests import checkers, tiny
@@ -180,6 +182,29 @@ def test_a_graph_gives_eagers_bits(sampler: str, dtype: str) -> None:
     made, captured = latents("graph", sampler, dtype)
     assert [one.mode for one in captured.steps.captures] == ["graph"]
     assert torch.equal(made, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("sampler", ["euler", "pndm", "euler_ancestral", "dpmpp_2m"])
+def test_lanes_are_refilled_without_waiting_and_with_the_bits_of_each_row_alone(
+    sampler: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refill = Relay.refill
+
+    def unwaiting(*arguments: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            refill(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Relay, "refill", unwaiting)
+    many = [dataclasses.replace(rows(sampler)[i % 3], seed=i, steps=3 + 2 * (i % 4)) for i in range(8)]
+    eager, captured = engine_in("eager", dtype=dtype), engine_in("graph", dtype=dtype)
+    alone = torch.cat([tiny.denoise(eager, [row], 3) for row in many])
+    for made in (eager, captured):
+        assert torch.equal(tiny.denoise(made, many, 3), alone)
+    assert [one.mode for one in captured.steps.captures] == ["graph"]
 
 
 def test_compiled_steps_are_near_eager() -> None:

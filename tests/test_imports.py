@@ -26,10 +26,10 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft
+    errors version wording streams slurm.environment timeleft schedule
     records slurm.programs
     job filesystem owners slots slurm.task options cores gpus
-    cost models.safety
+    cost models.safety refilling
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
     models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
@@ -37,8 +37,8 @@ LAYERS = [
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.chunks engine.graphs engine.norms engine.samplers rejections survey writer modes
     sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.meter engine.prompts
-    engine.tuning sources.tables heart engine.steps engine.decode truncation drafts plans
-    plan_reader engine.safety
+    engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
+    plan_reader engine.safety engine.steps
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report starts presence

@@ -18,6 +18,7 @@ from batchgen.errors import UsageError
 from batchgen.models.facts import PATTERN
 from batchgen.planner import SHARD_S, Cut, Grouper, Limits, _search, cut, cut_group, order_of_groups
 from batchgen.records import Group
+from batchgen.schedule import makespan
 
 
 def group_of(width: int = 512, height: int = 512, is_guided: bool = True, form: str = "x,e", steps: int = 0) -> Group:
@@ -177,12 +178,19 @@ def test_a_cut_is_what_a_recount_says(plan: tuple[list[Group], list[list[tuple[i
     assert done.num_rows == len(evaluations) == done.batch_rows.sum()
     for batch, (start, end) in enumerate(itertools.pairwise(done.batch_start.tolist())):
         rows, size = evaluations[start:end], int(done.batch_size[batch])
-        assert 0 < len(rows) <= size
         assert size in cost.by_size
         assert set(group_of_row[start:end]) == {int(done.batch_group[batch])}
-        assert done.idle_evaluations[batch] == sum(max(rows) - one for one in rows)
-        assert done.batch_s[batch] == cost.seconds(groups[done.batch_group[batch]], size).of(max(rows))
-        padded = price([(size, len(rows))], rows, cost.by_size)[0]
+        takes, loads, priced = (
+            makespan(rows, size),
+            -(-len(rows) // size),
+            cost.seconds(groups[done.batch_group[batch]], size),
+        )
+        assert done.batch_evaluations[batch] == takes
+        assert done.batch_loads[batch] == loads
+        assert done.idle_evaluations[batch] == min(len(rows), size) * takes - sum(rows)
+        assert done.batch_s[batch] == pytest.approx(priced.fixed_s * loads + priced.evaluation_s * takes)
+        padded = done.batch_padding[batch]
+        assert padded == max(0, size - len(rows))
         assert cost.is_measured or not padded or 1 not in cost.by_size
     check_shards(done, limits)
 

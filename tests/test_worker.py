@@ -263,6 +263,36 @@ def test_a_row_that_does_not_even_fit_alone_fails_as_such(tmp_path: Path) -> Non
     assert {line["status"] for row, line in lines.items() if row != "6"} == {"ok"}
 
 
+def turns_of(one: Bench, size: int) -> Batch:
+    """All rows of the first shard, in `size` lanes."""
+    (batch, *more) = batches(one.plan.shards[0], one.plan.index.groups)
+    return replace(batch, size=size, rows=(*batch.rows, *(row for other in more for row in other.rows)))
+
+
+@pytest.mark.parametrize("fits", [8, 4, 3, 1])
+def test_rows_that_take_turns_stay_together_when_their_lanes_are_halved(tmp_path: Path, fits: int) -> None:
+    one = bench(tmp_path, 20, "plan.batch_sizes=[1]", "plan.shard_images=20")
+    generator = Scripted(raising(OutOfMemory("too large"), lambda batch: batch.size > fits))
+    with one.worker(generator) as working:
+        batch = turns_of(one, 8)
+        outcomes = working.place.maker.start(batch)()
+    assert [outcome.row for outcome in outcomes] == list(batch.rows)
+    assert all(isinstance(outcome, Image) for outcome in outcomes)
+    ids = [row.id for row in batch.rows]
+    tried = {8: [8], 4: [8, 4], 3: [8, 4, 2], 1: [8, 4, 2, 1]}[fits]
+    assert generator.asked == [(size, ids) for size in tried]
+
+
+def test_of_rows_that_take_turns_only_the_one_that_does_not_fit_fails(tmp_path: Path) -> None:
+    one = bench(tmp_path, 5, "plan.batch_sizes=[1]", "plan.shard_images=20")
+    generator = Scripted(raising(OutOfMemory("12 GiB more"), has("3")))
+    with one.worker(generator) as working:
+        outcomes = working.place.maker.start(turns_of(one, 2))()
+    assert [(lost.row.id, lost.error) for lost in outcomes if isinstance(lost, Failure)] == [("3", "OutOfMemory")]
+    assert len(outcomes) == 5
+    assert [(size, len(ids)) for size, ids in generator.asked] == [(2, 5), (1, 5), *[(1, 1)] * 5]
+
+
 def test_a_row_tried_alone_is_halved_too_where_memory_has_become_short(tmp_path: Path) -> None:
     def behave(batch: Batch) -> None:
         if len(batch.rows) == 8:
@@ -429,6 +459,9 @@ def test_a_batch_is_dropped_if_it_would_outlast_the_grace(
         one.stop.since = now[0]
         now[0] += age_s
         assert should_drop() == is_dropped
+        if last_s == 10:
+            longer = replace(batch, rows=batch.rows * 3)
+            assert working.place.maker.should_drop(longer, time.monotonic())(), "three turns take three times as long"
 
 
 # Others

@@ -209,8 +209,8 @@ class Bench:
 
 
 def wasted(draft: Draft) -> tuple[float, float]:
-    """Of a plan: the share of padded rows, and the share of row evaluations in which a finished row stands still."""
+    """Of a plan: the share of padded rows, and the share of row evaluations in which the lane of a finished row
+    stands still."""
     cut = draft.cut
-    slots = int(cut.batch_size.sum())
-    evaluations = int((cut.batch_size * cut.batch_evaluations).sum())
-    return share(slots - cut.num_rows, slots), share(int(cut.idle_evaluations.sum()), evaluations)
+    padded, evaluations = int(cut.batch_padding.sum()), int((cut.batch_size * cut.batch_evaluations).sum())
+    return share(padded, cut.num_rows + padded), share(int(cut.idle_evaluations.sum()), evaluations)

@@ -18,8 +18,9 @@ from batchgen.records import Batch, Bucket, Image, Outcome
 class Watched:
     """An engine at work in a run; a `batchgen.generator.Generator`.
 
-    It warms up before the first shard: its first row is made in each bucket of the first group, so that the modes are
-    chosen and these buckets compiled and captured. The steady time begins then, before the shard's prompts are encoded.
+    It warms up before the first shard: the longest row of the first batch is made in each bucket of its group, so that
+    the modes are chosen and these buckets compiled and captured, with room for that many steps. The
+    steady time begins then, before the shard's prompts are encoded.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Watched:
         self.engine.prepare([batch], should_drop)
         for bucket in self._buckets:
             if bucket.group == batch.group:
-                self.engine.submit(replace(batch, size=bucket.size, rows=batch.rows[:1]), should_drop)()
+                self.engine.submit(replace(batch, size=bucket.size, rows=batch.rows[-1:]), should_drop)()
         self._stage_s = dict(self.engine.stage_s)
         self._captures = len(self.engine.steps.captures)
 

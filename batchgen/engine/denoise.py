@@ -1,8 +1,8 @@
 """The denoising loop: from a batch's noise to its final latents, every row at its own pace.
 
 All that a step reads or writes is a tensor on the device, and no step waits for a value of one: the loop
-runs as many equal steps as the batch's longest row has model evaluations, and a row that has finished stands
-still.
+runs equal steps until the last row has had all its model evaluations, and a row that has finished stands still
+until another takes its lane.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ class Lanes:
         """All of them, in a fixed order."""
         values = [getattr(self, field.name) for field in fields(self)]
         return [value for value in values if isinstance(value, Tensor)]
+
+    def put(self, lane: int, other: Lanes) -> None:
+        """Overwrite a lane by the only one of others that have as much room."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine[lane].copy_(theirs[0])
 
 
 def load_lanes(model: Family, rows: Sequence[Row], tables: Sequence[Table], room: int = 0) -> Lanes:

@@ -109,8 +109,10 @@ class Engine:
                 decoded = self._checked(decoding())
                 stage_s = self._meter.count(watch, len(batch.rows))
             if is_steady and batch.group.form != OWN_UPDATE:
-                num = max(self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows)
-                self._meter.measure(Bucket(batch.group, batch.size), mode, num, stage_s, watch.peak_bytes + held_bytes)
+                evaluations = [self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows]
+                self._meter.measure(
+                    Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
+                )
             return [
                 _outcome(row, result, batch.size, mode, count, seconds)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
@@ -133,20 +135,22 @@ class Engine:
 
     @torch.inference_mode()
     def conditioning(self, batch: Batch) -> Conditioning:
-        """What the network is told of a batch's rows, padding included."""
+        """What the network is told of all rows of a batch, padding included."""
         rows, is_guided = _padded(batch), batch.group.is_guided
         return self.model.conditioning(rows, is_guided, self._prompts.encoded(self.model.texts(rows, is_guided)))
 
     @torch.inference_mode()
     def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
-        """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off."""
+        """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
+        lanes take turns in them."""
         rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
         is_own = batch.group.form == OWN_UPDATE
         tables = [] if is_own else [self.samplers.table(row.sampler, row.steps) for row in rows]
-        self._choose(bucket, rows, conditioning)
+        self._choose(bucket, rows[: batch.size], conditioning)
         self._enter(batch.group)
         with self._tuning.kernels():
             if is_own:
+                assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
                 scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device)
                 latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
             else:
@@ -185,9 +189,10 @@ class Engine:
         model = self.model
 
         def probe() -> None:
+            told = conditioning.of(range(len(rows)))
             latents = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]).to(self.device)
             timesteps = torch.full((len(rows),), 500.0, device=self.device)
-            model.predict(model.network, latents, timesteps, conditioning)
+            model.predict(model.network, latents, timesteps, told)
 
         self._tuning.choose(bucket, sum(parameter.numel() for parameter in model.network.parameters()), probe)
         if self._tuning.is_compiled:
@@ -238,7 +243,7 @@ class Engine:
 
 
 def _padded(batch: Batch) -> tuple[Row, ...]:
-    """A full batch's rows: padding repeats the last one."""
+    """A row for each lane at least: padding repeats the last one."""
     return batch.rows + batch.rows[-1:] * (batch.size - len(batch.rows))
 
 

@@ -13,6 +13,7 @@ import torch
 from batchgen.cost import Measurement
 from batchgen.models.transfer import Mark
 from batchgen.records import Bucket
+from batchgen.schedule import makespan
 
 STAGES = ("text", "denoise", "decode")
 
@@ -78,19 +79,24 @@ class Meter:
         stage_s[0] += self._text_row_s * num_rows
         return stage_s
 
-    def measure(self, bucket: Bucket, mode: str, evaluations: int, stage_s: Sequence[float], peak_bytes: int) -> None:
-        """Keep what a batch of a bucket cost: the least time of any, the most memory."""
+    def measure(
+        self, bucket: Bucket, mode: str, evaluations: Sequence[int], stage_s: Sequence[float], peak_bytes: int
+    ) -> None:
+        """Keep what a batch of a bucket, with these evaluations of its rows, cost: the least time of any, the most
+        memory. Of rows that took turns as many are reckoned as there are lanes."""
         if not self._is_cuda:
             return
         text_s, denoise_s, decode_s = stage_s
+        share = min(1.0, bucket.size / len(evaluations))
+        num = makespan(evaluations, bucket.size)
         before = self._measured.get(bucket)
         self._measured[bucket] = Measurement(
             bucket.group.width,
             bucket.group.height,
             bucket.group.is_guided,
             bucket.size,
-            fixed_s=min(text_s + decode_s, before.fixed_s if before else math.inf),
-            evaluation_s=min(denoise_s / evaluations, before.evaluation_s if before else math.inf),
+            fixed_s=min(share * (text_s + decode_s), before.fixed_s if before else math.inf),
+            evaluation_s=min(denoise_s / num, before.evaluation_s if before else math.inf),
             peak_bytes=max(peak_bytes, (before.peak_bytes or 0) if before else 0),
             weights_bytes=self._weights_bytes,
             device_bytes=torch.cuda.get_device_properties(self._device).total_memory,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from batchgen.engine.checking import check
 from batchgen.engine.compiling import Compiler, mode_of
-from batchgen.engine.denoise import Lanes, load_lanes, step
+from batchgen.engine.denoise import Lanes, step
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
+from batchgen.engine.relay import Relay
 from batchgen.engine.samplers import Table
 from batchgen.generator import Context, Dropped
 from batchgen.models.family import Conditioning, Family, Network
@@ -91,19 +92,23 @@ class Steps:
         conditioning: Conditioning,
         should_drop: Callable[[], bool],
     ) -> tuple[Tensor, str]:
-        """Final latents `[B, C, h, w]`, queued, and the mode that ran. Raises Dropped."""
-        num = max(table.num_evaluations for table in tables)
-        ready = self._made_ready(bucket, mode, num, rows, tables, conditioning)
-        lanes = load_lanes(self._model, rows, tables, ready.room)
-        if ready.replay is None:
-            _advance(
-                lambda: step(self._model, ready.network, lanes, conditioning), num, self._model.device, should_drop
-            )
-            return lanes.latents, ready.mode
-        _load(ready, lanes, conditioning)
-        _advance(ready.replay, num, self._model.device, should_drop)
-        assert ready.lanes is not None
-        return ready.lanes.latents.clone(), ready.mode
+        """Final latents `[R, C, h, w]` of R rows, at least as many as the bucket has lanes, queued; and the mode that
+        ran. Raises Dropped."""
+        relay = Relay(self._model, rows, tables, conditioning, bucket.size)
+        ready = self._made_ready(bucket, mode, relay)
+        lanes, told = relay.first(ready.room)
+        if ready.replay is not None:
+            lanes, told = _load(ready, lanes, told)
+
+        def evaluate(number: int) -> None:
+            relay.refill(number, lanes, told)
+            if ready.replay is not None:
+                ready.replay()
+            else:
+                step(self._model, ready.network, lanes, told)
+
+        _advance(evaluate, relay.num_evaluations, self._model.device, should_drop)
+        return relay.latents(lanes), ready.mode
 
     @property
     def held_bytes(self) -> int:
@@ -114,30 +119,20 @@ class Steps:
         """Drop the group's graphs."""
         self._ready.clear()
 
-    def _made_ready(
-        self,
-        bucket: Bucket,
-        mode: str,
-        num: int,
-        rows: Sequence[Row],
-        tables: Sequence[Table],
-        conditioning: Conditioning,
-    ) -> _Ready:
+    def _made_ready(self, bucket: Bucket, mode: str, relay: Relay) -> _Ready:
         mode = self._broken.get(bucket, mode)
         ready = self._ready.get(bucket)
-        if ready is not None and (ready.replay is None or ready.room >= num):
+        if ready is not None and (ready.replay is None or ready.room >= relay.longest):
             return ready
         alike = next((one for one in self._ready.values() if one.mode == mode == "regional"), None)
         if alike is not None:
             # The code is the same for every batch size, and was checked with this group's width and height.
             return self._ready.setdefault(bucket, alike)
-        room = -(-num // ROOM) * ROOM
-        if mode == "regional":
-            few = min(CHECKED_ROWS, len(rows))
-            rows, tables, conditioning = rows[:few], tables[:few], _first(conditioning, few)
+        room = -(-relay.longest // ROOM) * ROOM
+        num = CHECKED_ROWS if mode == "regional" else None
         while mode != "eager":
             try:
-                ready = self._prepare(bucket, mode, load_lanes(self._model, rows, tables, room), conditioning)
+                ready = self._prepare(bucket, mode, *relay.first(room, num))
                 break
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
@@ -165,9 +160,8 @@ class Steps:
             compile_s = time.perf_counter() - started
         ready = _Ready(mode, network, lanes.timesteps.shape[1])
         if is_captured:
-            own = _own(conditioning)
-            ready.lanes, ready.conditioning = lanes, own
-            ready.replay = self._pool.capture(lambda: step(model, network, lanes, own))
+            ready.lanes, ready.conditioning = lanes, conditioning
+            ready.replay = self._pool.capture(lambda: step(model, network, lanes, conditioning))
         deviation = self._check(ready, lanes, conditioning)
         capture = Capture(
             bucket, mode, time.perf_counter() - started, compile_s, before, reserved_bytes(device), deviation
@@ -195,10 +189,10 @@ class Steps:
         return check(made.latents, eager.latents, mode_of(ready.mode)[0])
 
 
-def _advance(call: Callable[[], None], num: int, device: torch.device, should_drop: Callable[[], bool]) -> None:
+def _advance(call: Callable[[int], None], num: int, device: torch.device, should_drop: Callable[[], bool]) -> None:
     """Queue the evaluations, never more than the lead ahead of the device. Raises Dropped."""
     marks, lead = deque([Mark(device)]), MIN_LEAD
-    for _ in range(num):
+    for number in range(num):
         while len(marks) > lead:
             passed = marks.popleft()
             marks[0].wait()
@@ -206,33 +200,21 @@ def _advance(call: Callable[[], None], num: int, device: torch.device, should_dr
             lead = max(MIN_LEAD, int(LEAD_S / seconds)) if seconds else MIN_LEAD
         if should_drop():
             raise Dropped
-        call()
+        call(number)
         marks.append(Mark(device))
 
 
-def _load(ready: _Ready, lanes: Lanes, conditioning: Conditioning) -> None:
-    """Overwrite every static input and all that is remembered."""
+def _load(ready: _Ready, lanes: Lanes, conditioning: Conditioning) -> tuple[Lanes, Conditioning]:
+    """Overwrite every static input and all that is remembered; what was overwritten."""
     assert ready.lanes is not None
     assert ready.conditioning is not None
     Static(ready.lanes.tensors()).load(lanes.tensors())
     Static(_inputs(ready.conditioning)).load(_inputs(conditioning))
+    return ready.lanes, ready.conditioning
 
 
 def _inputs(conditioning: Conditioning) -> list[Tensor]:
     return [conditioning.guidance, *(conditioning.inputs[name] for name in sorted(conditioning.inputs))]
-
-
-def _own(conditioning: Conditioning) -> Conditioning:
-    inputs = {name: one.clone() for name, one in conditioning.inputs.items()}
-    return Conditioning(conditioning.guidance.clone(), conditioning.is_guided, inputs)
-
-
-def _first(conditioning: Conditioning, num: int) -> Conditioning:
-    """That of a batch's first rows."""
-    size = len(conditioning.guidance)
-    halves = {name: torch.split(one, size) for name, one in conditioning.inputs.items()}
-    inputs = {name: torch.cat([half[:num] for half in both]) for name, both in halves.items()}
-    return Conditioning(conditioning.guidance[:num], conditioning.is_guided, inputs)
 
 
 def _cloned(lanes: Lanes) -> Lanes:

@@ -33,6 +33,24 @@ class Conditioning:
     """By the network's names for them; `[B, …]`, or `[2B, …]` where the batch is guided: the negative prompts' half,
     then the prompts'."""
 
+    def of(self, rows: Sequence[int]) -> Conditioning:
+        """That of some of the rows, in tensors of their own."""
+        inputs = {
+            name: torch.stack([self._halves(one)[:, row] for row in rows], 1).flatten(0, 1)
+            for name, one in self.inputs.items()
+        }
+        return Conditioning(torch.stack([self.guidance[row] for row in rows]), self.is_guided, inputs)
+
+    def put(self, lane: int, other: Conditioning, row: int) -> None:
+        """Overwrite one row's by that of another batch's row."""
+        self.guidance[lane].copy_(other.guidance[row])
+        for name, mine in self.inputs.items():
+            self._halves(mine)[:, lane].copy_(other._halves(other.inputs[name])[:, row])
+
+    def _halves(self, one: Tensor) -> Tensor:
+        """`[1, B, …]`, or `[2, B, …]` of a guided batch's input."""
+        return one.view(-1, len(self.guidance), *one.shape[1:])
+
 
 class Family(Protocol):
     """A loaded pipeline on one device."""
