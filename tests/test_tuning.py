@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from batchgen.engine import attention
 from batchgen.engine.chunks import chunk_of, most_decoded
-from batchgen.engine.tuning import UNCAPTURED, Tuning, decodes_that_pay, forecasts
+from batchgen.engine.forecasts import UNCAPTURED, decodes_that_pay, forecasts
+from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
@@ -93,7 +94,7 @@ def test_attention_kernels_that_do_not_work_are_left_out() -> None:
     made.choose(bucket(8), 10**9, lambda: None)
     assert said[:2] == [
         "attention kernels flash do not work here (no such kernel)",
-        f"attention kernels: cudnn (an eager evaluation of {bucket(8)}: cudnn 50.0 ms)",
+        f"fastest attention kernels here: cudnn (an eager evaluation of {bucket(8)}: cudnn 50.0 ms)",
     ]
 
 

@@ -9,7 +9,6 @@ import json
 import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,33 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchgen.engine.attention import attention, present
 from batchgen.engine.chunks import chunk_of, most_decoded
-from batchgen.engine.compiling import mode_named, mode_of
+from batchgen.engine.compiling import mode_of
+from batchgen.engine.forecasts import COMPILE_S, COMPILE_S_PER_PARAMETER, Forecast, decodes_that_pay, forecasts, size_of
 from batchgen.errors import UsageError
 from batchgen.generator import Context
 from batchgen.job import Engine
 from batchgen.models.transfer import Mark
-from batchgen.records import Bucket, Work
+from batchgen.records import Bucket
 from batchgen.wording import first_line, listed
 
-SHARES = {"eager": 1.0, "regional": 0.74, "compiled": 0.69}
-"""Of the seconds of an eager evaluation, by kernels: SD1.5 at 512x512, 64 rows of the network, one H200, torch 2.11. By
-16 rows regional ones need 0.71."""
-COMPILE_S = 30.0
-COMPILE_S_PER_PARAMETER = 3e-8
-"""Compiling took 50 to 60 s for SD1.5 (0.86e9 parameters), whole or by blocks, and about 100 s for SDXL (2.6e9)."""
-DECODE_GAIN_S = 35e-9
-"""Seconds per pixel that a compiled VAE saves: 77 ms against 35 ms for 1024x1024."""
-DECODE_COMPILE_S = 40.0
-LAUNCH_BOUND_S = 0.025
-"""An eager evaluation is never faster: Python launches its kernels one by one."""
-UNCAPTURED = 1.02
-"""How much longer an evaluation takes whose kernels Python launches, beyond the bound: 1.01 to 1.03 were measured."""
-CAPTURE_EVALUATIONS = 9
-"""A capture runs about as many: warm-ups, the record, and the check against eager."""
-CHECK_EVALUATIONS = 5
-"""Compiled kernels without a capture are called once and then checked."""
-_SURPLUS = 1.2
-"""What is paid must be earned back this many times."""
 _PROBES = 3
 _NAMED = 4
 
@@ -68,18 +49,6 @@ class Choice:
 
 
 _CHOICE = TypeAdapter(Choice)
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """How long a bucket's work is predicted to take, in the mode that suits it."""
-
-    mode: str
-    seconds: float
-    """What must be captured, checked and compiled for it alone included."""
-    eager_s: float
-    price: float
-    """`seconds`, but what is paid beforehand counts _SURPLUS times."""
 
 
 class Tuning:
@@ -125,7 +94,7 @@ class Tuning:
         """The kernels that a bucket's images are decoded by, and how many at once: no more than there are, unless
         another number would have to be compiled."""
         assert self._choice is not None
-        size = _size(bucket)
+        size = size_of(bucket)
         kernels = self._choice.decodes.get(size, "eager") if self._is_auto else mode_of(self._engine.mode)[0]
         chunk = self._choice.chunks.get(size) or chunk_of(bucket.size, self._most_decoded(bucket))
         return kernels, chunk if kernels == "compiled" else min(chunk, bucket.size)
@@ -150,7 +119,7 @@ class Tuning:
     def _chunks(self) -> dict[str, int]:
         """For each size, what suits its largest batches."""
         buckets = sorted(self._context.work, key=lambda one: one.size)
-        largest = {_size(bucket): bucket for bucket in buckets}
+        largest = {size_of(bucket): bucket for bucket in buckets}
         return {size: chunk_of(bucket.size, self._most_decoded(bucket)) for size, bucket in largest.items()}
 
     def _chosen(self, bucket: Bucket, num_parameters: int, probe: Callable[[], object]) -> Choice:
@@ -213,66 +182,6 @@ class Tuning:
         if not told:
             return ""
         return f"(predicted {sum(one.seconds for one in told):.0f} s, eager {sum(one.eager_s for one in told):.0f} s) "
-
-
-def forecasts(
-    work: Mapping[Bucket, Work], measured: Bucket, measured_s: float, compile_s: float
-) -> dict[Bucket, Forecast]:
-    """The mode of each bucket. Blocks are compiled once for all of them, so they are allowed where all that they save
-    pays for that."""
-
-    def told(*kernels: str) -> dict[Bucket, Forecast]:
-        return {one: forecast(one, left, measured, measured_s, compile_s, kernels) for one, left in work.items()}
-
-    without, regional = told("eager", "compiled"), told("eager", "regional", "compiled")
-    saved = sum(without[one].price - regional[one].price for one in work)
-    return regional if saved > _SURPLUS * compile_s else without
-
-
-def forecast(
-    bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float, kernels: Sequence[str]
-) -> Forecast:
-    """The mode of the given kernels that is done first with what is left, if what must be paid beforehand counts
-    _SURPLUS times; compiling blocks is not in it.
-
-    `measured_s` is an eager evaluation of one bucket; others are taken to be in proportion to their pixels.
-    """
-    pixels_s = measured_s * bucket.pixels / measured.pixels
-    launched_s = max(pixels_s, LAUNCH_BOUND_S)
-    options: dict[str, tuple[float, float]] = {}
-    for one in kernels:
-        compiling_s = compile_s if one == "compiled" else 0.0
-        checked = 0 if one == "eager" else CHECK_EVALUATIONS
-        kernel_s = pixels_s * SHARES[one]
-        # How far compiled kernels are launched faster depends on the host: taken to be no faster.
-        plain_s = max(UNCAPTURED * kernel_s, LAUNCH_BOUND_S)
-        options[one] = left.evaluations * plain_s, compiling_s + checked * launched_s
-        captured = mode_named(one, is_captured=True)
-        options[captured] = left.evaluations * kernel_s, compiling_s + CAPTURE_EVALUATIONS * launched_s
-    if bucket.rows == 1:
-        # A single row of the network has code of its own.
-        options = {mode: cost for mode, cost in options.items() if not mode.startswith("regional")}
-    prices = {mode: steady_s + _SURPLUS * paid_s for mode, (steady_s, paid_s) in options.items()}
-    mode = min(prices, key=lambda name: prices[name])
-    return Forecast(mode, sum(options[mode]), sum(options["eager"]), prices[mode])
-
-
-def decodes_that_pay(work: Mapping[Bucket, Work]) -> dict[str, str]:
-    """The kernels of sizes whose decoder is worth compiling: whole for one with so many images left that it alone pays,
-    else by blocks, once, if all that are left do."""
-    pixels = Counter[str]()
-    for bucket, left in work.items():
-        pixels[_size(bucket)] += left.batches * bucket.size * bucket.group.width * bucket.group.height
-    least = _SURPLUS * DECODE_COMPILE_S / DECODE_GAIN_S
-    whole = [size for size, num in pixels.items() if num > least]
-    others = [size for size in pixels if size not in whole]
-    if sum(pixels[size] for size in others) <= least:
-        others = []
-    return dict.fromkeys(whole, "compiled") | dict.fromkeys(others, "regional")
-
-
-def _size(bucket: Bucket) -> str:
-    return f"{bucket.group.width}x{bucket.group.height}"
 
 
 def _choice(settled: str) -> Choice:
