@@ -29,8 +29,6 @@ class Owner:
     launcher_pid: int = 0
     """Of the process that started it as one of several; 0 for one that stands alone."""
     launcher_start_time: str = ""
-    uid: int = -1
-    """The user; -1 is not known."""
 
 
 def this_process() -> Owner:
@@ -45,7 +43,6 @@ def this_process() -> Owner:
         start_time=start_time(os.getpid()),
         job_id=task.name,
         restart_count=task.restart_count,
-        uid=os.getuid(),
     )
 
 
@@ -78,13 +75,8 @@ def start_time(pid: int) -> str:
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="latin-1").strip()
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError, PermissionError):
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
         return ""
-
-
-def _shows_others() -> bool:
-    """Whether /proc shows other users' processes too; mounted with hidepid, it looks as if they were gone."""
-    return os.access("/proc/1/stat", os.R_OK)
 
 
 def _link(path: str) -> str:
@@ -103,8 +95,6 @@ def mark(owner: Owner) -> str:
 def is_gone(name: str, me: Owner) -> bool:
     """Whether a file's name bears the mark of a process of this machine that is gone."""
     machine = mark(me).partition("-")[0]
-    if not _shows_others():
-        return False
     marks = (word.split("-") for word in name.split(".") if word.startswith(f"{machine}-"))
     return any(len(one) == 3 and one[1].isdecimal() and start_time(int(one[1])) != one[2] for one in marks)
 
@@ -112,8 +102,7 @@ def is_gone(name: str, me: Owner) -> bool:
 def gone_because(owner: Owner, me: Owner) -> str | None:
     """Why an owner cannot be running any more, as far as this process can tell without a clock."""
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
-        is_seen = owner.uid == me.uid or _shows_others()
-        if is_seen and start_time(owner.pid) != owner.start_time:
+        if start_time(owner.pid) != owner.start_time:
             return f"its process {owner.pid} on {owner.host} is gone"
         if owner.pid == me.pid and has_ended(owner):
             return "its run, in this process, has ended"

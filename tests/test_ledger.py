@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from batchgen import owners
 from batchgen.filesystem import FileSystem
 from batchgen.ledger import (
     ABANDONED,
@@ -31,7 +30,7 @@ from batchgen.ledger import (
     stem,
     unstem,
 )
-from batchgen.owners import Owner, gone_because, is_gone, mark, start_time, this_process
+from batchgen.owners import Owner, gone_because, start_time, this_process
 from tests.plans import folder
 
 ME = this_process()
@@ -179,19 +178,6 @@ def ended_process() -> Owner:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
     ended = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
     return Owner(**json.loads(ended.stdout))
-
-
-def test_where_proc_hides_other_users_processes_only_ones_own_are_known_to_be_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gone = replace(ME, pid=2**22 + 1)
-    another = replace(gone, uid=ME.uid + 1)
-    assert None not in (gone_because(gone, ME), gone_because(another, ME))
-    assert is_gone(f"x.{mark(gone)}.y", ME)
-    monkeypatch.setattr(owners, "_shows_others", lambda: False)
-    assert gone_because(gone, ME) is not None
-    assert gone_because(another, ME) is None
-    assert not is_gone(f"x.{mark(gone)}.y", ME)
 
 
 def test_owners_are_gone_with_their_process_or_their_slurm_job() -> None:
