@@ -63,7 +63,7 @@ class SimulatedFiles(FileSystem):
     def rename(self, source: Any, target: Any) -> None:
         after = self.world.step("rename", target)
         self.storage.rename(source, target)
-        if target is RUN / SUCCESS or target.parent is RUN / "data":
+        if target.parent is RUN or target.parent is RUN / "data":
             self.world.on_link(target)
         self.absent.pop(target, None)
         if after:
