@@ -94,8 +94,14 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
     slot = _read(run, slot_path)
     if slot is None:
         slot = _put(run, index, receipt, table, slot_path)
-    with suppress(FileNotFoundError):  # It is in its place already.
-        run.files.replace(run.root / "mended" / slot.file, path)
+    _bring_in(run, slot, path)
+
+
+def _bring_in(run: RunDirectory, slot: _Slot, path: Path) -> None:
+    """Put what is left of a part in its place, unless a later plan has overtaken the one that left it."""
+    if slot.file:
+        with suppress(FileNotFoundError):  # It is in its place already.
+            run.files.replace(run.root / "mended" / slot.file, path)
 
 
 def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path) -> None:

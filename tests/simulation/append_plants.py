@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -95,6 +96,27 @@ def not_mended(patch: pytest.MonkeyPatch) -> None:
 @plant("a folder is taken out of data/ under another name in it")
 def left_in_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mending, "_take_out", lambda run, index, receipt, path: disk.remove(path))
+
+
+@plant("what a plan left of a part is brought in though a later plan has overtaken it")
+def overtaken_brought_in(patch: pytest.MonkeyPatch) -> None:
+    def bring_in(run: RunDirectory, slot: Any, path: Any) -> None:
+        with suppress(FileNotFoundError):
+            run.files.replace(run.root / "mended" / slot.file, path)
+
+    patch.setattr(mending, "_bring_in", bring_in)
+
+
+@plant("a part is taken out while earlier plans may still bring in what they left of it")
+def taken_out_too_soon(patch: pytest.MonkeyPatch) -> None:
+    def mend_one(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Any) -> None:
+        if index.made(receipt):
+            real(run, index, ledger, receipt)
+        else:
+            mending._take_out(run, index, receipt, publish.published(run, receipt))
+
+    real = mending._mend
+    patch.setattr(mending, "_mend", mend_one)
 
 
 def finalize_by(patch: pytest.MonkeyPatch, one: Any) -> None:
