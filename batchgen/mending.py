@@ -80,6 +80,10 @@ def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
 
 def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> None:
     path, made = published(run, receipt), index.made(receipt)
+    *earlier, last = index.takers(receipt)
+    if path.suffix:
+        for plan in earlier:
+            _overtake(run, receipt, plan)
     if not made or run.files.is_link(path):
         _take_out(run, index, receipt, path)
         return
@@ -87,9 +91,6 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
     if not path.suffix:
         _thin_out(run, path, {Path(name).name for name in table["file_name"].to_pylist()}, ledger, receipt)
         return
-    *earlier, last = index.takers(receipt)
-    for plan in earlier:
-        _overtake(run, receipt, plan)
     slot_path = _slot_path(run, receipt, last)
     slot = _read(run, slot_path)
     if slot is None:
