@@ -286,6 +286,11 @@ class Outcome:
     """The promise, "" if all were kept."""
     trace: tuple[str, ...] = ()
 
+    @property
+    def is_mistaken(self) -> bool:
+        """Whether it tells of a plant that does not fit the product, and not of a promise."""
+        return any(f"ended by {name}" in self.broken for name in ("TypeError", "AttributeError", "NameError"))
+
 
 def try_seed(seed: int, *, traced: bool = False) -> Outcome:
     """Run a schedule, within `doubles.installed()`."""
