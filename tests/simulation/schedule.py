@@ -206,7 +206,7 @@ class Run(World):
         """Somebody asks whether the run is finished."""
         may_be_old, found = self._may_marker_be_old(), []
         may_be_others = any(one.ended != "normally" for one in self.finishers)
-        self.begin(OUTSIDERS_SLOT, lambda process: found.append(is_finished(self.run_directory(RUN))))
+        self.begin(OUTSIDERS_SLOT, lambda process: found.append(is_finished(self.run_directory(RUN), reads_all=True)))
         self.run()
         promises.check_quiet(
             self.storage,
