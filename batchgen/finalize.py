@@ -163,7 +163,8 @@ def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], l
         path = ledger.table_path(receipt.shard, receipt.epoch)
         gone = pa.array(sorted(index.gone(receipt.shard)), pa.int32())
         table = _counting(read_row_table(path, ["position", "index", *_CHECKED]), gone)
-        _check_files(run, index, ledger.receipt(receipt.shard, receipt.epoch) or receipt, table)
+        whole = ledger.receipt(receipt.shard, receipt.epoch) if len(gone) else None
+        _check_files(run, index, whole or receipt, table)
         paths.append((path, gone))
         positions.append(table["position"].to_numpy())
     return _Sources(tuple(paths), np.sort(np.concatenate(positions)))
