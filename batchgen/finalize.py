@@ -30,7 +30,7 @@ from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.owners import is_gone, mark, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import REJECTED
-from batchgen.presence import present
+from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
@@ -66,21 +66,27 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
 
     Raises UsageError if rows are outstanding, BatchgenError if a committed part is missing or has another size.
     """
-    while True:
-        index = run.index()
-        if plan is not None and index.number != plan:
-            return None
-        try:
-            with present(run):
+    index = run.index()
+    with present(run):
+        while plan in (None, index.number):
+            try:
                 balance = _finalize(run, index, is_partial=is_partial)
-        except (BatchgenError, FileNotFoundError) as error:
-            if isinstance(error, Interrupted) or run.newer(index) is None:
-                raise
-            continue  # Parts have become what a plan that was appended meanwhile leaves of them.
-        if is_partial or run.newer(index) is None:
-            return balance
-        # A plan was appended, and perhaps worked off, meanwhile: what stands there now may be the tables without it.
-        run.files.remove(run.path / SUCCESS)
+            except (BatchgenError, FileNotFoundError) as error:
+                if isinstance(error, Interrupted):
+                    raise
+                require_present(run, f" ({error})")
+                # Parts may have become what a plan that was appended meanwhile leaves of them.
+                newer = run.newer(index)
+                if newer is None:
+                    raise
+            else:
+                newer = None if is_partial else run.newer(index)
+                if newer is None:
+                    return balance
+                # It may be worked off, too: what stands there now may be the tables without it.
+                run.files.remove(run.path / SUCCESS)
+            index = newer
+    return None
 
 
 def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balance:
@@ -128,6 +134,7 @@ def _scratch(run: RunDirectory) -> Iterator[Path]:
     try:
         yield path
     except FileNotFoundError as error:
+        require_present(run, f" ({error})")
         if run.files.stat(path) is not None:
             raise
         raise Interrupted(
@@ -163,7 +170,8 @@ def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], l
         path = ledger.table_path(receipt.shard, receipt.epoch)
         gone = pa.array(sorted(index.gone(receipt.shard)), pa.int32())
         table = _counting(read_row_table(path, ["position", "index", *_CHECKED]), gone)
-        _check_files(run, index, ledger.receipt(receipt.shard, receipt.epoch) or receipt, table)
+        whole = ledger.receipt(receipt.shard, receipt.epoch) if len(gone) else None
+        _check_files(run, index, whole or receipt, table)
         paths.append((path, gone))
         positions.append(table["position"].to_numpy())
     return _Sources(tuple(paths), np.sort(np.concatenate(positions)))

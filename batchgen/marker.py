@@ -27,14 +27,17 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], files: Mapping[str, 
     run.files.replace(temp, run.path / SUCCESS)
 
 
-def is_finished(run: RunDirectory) -> bool:
+def is_finished(run: RunDirectory, *, reads_all: bool = False) -> bool:
     """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it names;
-    after an append also the sha256, for a finalizer that knows fewer plans may have put its own there and died."""
+    with `reads_all`, after an append, also the sha256: a finalizer that knows fewer plans may have put its own there
+    and died."""
     marker = _read(run)
     if marker is None or marker.get("plan") != run.index().number:
         return False
-    has_sizes = all(_size(run, name) == size for name, (size, _) in _files(marker).items())
-    return has_sizes and (marker["plan"] == 0 or not any(damaged(run)))
+    files = _files(marker)
+    if any(_size(run, name) != size for name, (size, _) in files.items()):
+        return False
+    return not reads_all or marker["plan"] == 0 or not any(_damaged(run, files))
 
 
 def _size(run: RunDirectory, name: str) -> int | None:
@@ -49,7 +52,11 @@ def _files(marker: Mapping[str, Any]) -> Mapping[str, tuple[int, str]]:
 def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
     """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
     marker = _read(run)
-    for name, (size, sha256) in (_files(marker) if marker else {}).items():
+    return _damaged(run, _files(marker) if marker else {})
+
+
+def _damaged(run: RunDirectory, files: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:
+    for name, (size, sha256) in files.items():
         if run.files.stat(run.path / name) is None:
             yield name, "missing"
         elif run.files.digest(run.path / name) != (size, sha256):

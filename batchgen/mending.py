@@ -80,6 +80,10 @@ def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
 
 def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt) -> None:
     path, made = published(run, receipt), index.made(receipt)
+    *earlier, last = index.takers(receipt)
+    if path.suffix:
+        for plan in earlier:
+            _overtake(run, receipt, plan)
     if not made or run.files.is_link(path):
         _take_out(run, index, receipt, path)
         return
@@ -87,15 +91,18 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
     if not path.suffix:
         _thin_out(run, path, {Path(name).name for name in table["file_name"].to_pylist()}, ledger, receipt)
         return
-    *earlier, last = index.takers(receipt)
-    for plan in earlier:
-        _overtake(run, receipt, plan)
     slot_path = _slot_path(run, receipt, last)
     slot = _read(run, slot_path)
     if slot is None:
         slot = _put(run, index, receipt, table, slot_path)
-    with suppress(FileNotFoundError):  # It is in its place already.
-        run.files.replace(run.root / "mended" / slot.file, path)
+    _bring_in(run, slot, path)
+
+
+def _bring_in(run: RunDirectory, slot: _Slot, path: Path) -> None:
+    """Put what is left of a part in its place, unless a later plan has overtaken the one that left it."""
+    if slot.file:
+        with suppress(FileNotFoundError):  # It is in its place already.
+            run.files.replace(run.root / "mended" / slot.file, path)
 
 
 def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path) -> None:

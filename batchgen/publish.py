@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchgen.ledger import Receipt
+from batchgen.errors import BatchgenError
+from batchgen.ledger import Ledger, Receipt
 from batchgen.rundir import RunDirectory
 
 
@@ -15,16 +16,20 @@ def published(run: RunDirectory, receipt: Receipt) -> Path:
 
 def publish(run: RunDirectory, receipt: Receipt) -> None:
     """Give the part of a committed receipt its place in `data/`, if it has not got it: files by link, folders by
-    rename."""
+    rename. Raises BatchgenError for a part that is lost."""
     if not receipt.part:
         return
     try:
         _publish(run, receipt, run.root / "work" / receipt.part, published(run, receipt))
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         # Another published it, and it was taken out again where a plan was appended that has all its rows.
         run.files.sync_folder(run.plans)
-        if run.index().made(receipt):
-            raise
+        whole = Ledger(run.root, run.files).receipt(receipt.shard, receipt.epoch)  # The one at hand may have no rows.
+        if whole is None or run.index().made(whole):
+            raise BatchgenError(
+                f"{published(run, receipt)}, which a receipt names, is missing, and so is what it is made of "
+                f"({error.filename}); `batchgen verify` names all that is damaged"
+            ) from error
 
 
 def _publish(run: RunDirectory, receipt: Receipt, source: Path, target: Path) -> None:

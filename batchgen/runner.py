@@ -191,7 +191,7 @@ def _work_off(
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
-    if not balance.outstanding and not is_finished(run):
+    if not balance.outstanding and not is_finished(run, reads_all=True):
         finalize(run, plan=index.number)
     return balance, worst
 

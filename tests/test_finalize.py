@@ -19,16 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import spill
+from batchgen import epoch, runner, spill
+from batchgen.appending import append_rows, failed, job_of
 from batchgen.balance import Balance, take_balance
 from batchgen.errors import BatchgenError, UsageError
+from batchgen.filesystem import FileSystem
 from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS, is_finished
 from batchgen.owners import this_process
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
-from batchgen.runner import run_job
+from batchgen.runner import run_job, run_planned
 from batchgen.stopping import Stop
 from batchgen.verify import verify
 from tests.crashes import Crash, machine
@@ -401,6 +403,43 @@ def test_a_table_that_is_damaged_after_the_end_is_found_and_written_again(
     assert contents(run) == before
     assert verify(run).faults == ()
     assert is_finished(run)
+
+
+def test_a_part_that_is_lost_while_it_is_published(tmp_path: Path) -> None:
+    """Its receipt is read again where there is no row in the one at hand."""
+
+    class Lossy(FileSystem):
+        def publish_file(self, source: Path, target: Path) -> None:
+            self.remove(source)
+            super().publish_file(source, target)
+
+    run = RunDirectory(tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epoch, "publish", lambda run, receipt: None)
+        patch.setattr(runner, "finalize", lambda run, plan: None)
+        run_job(write(tmp_path / "manifest", {"prompt": ["a"]}), run.path, pattern_job("output.format=webdataset"))
+    with pytest.raises(BatchgenError, match=r"tar, which a receipt names, is missing, and so is what it is made of"):
+        finalize(RunDirectory(run.path, Lossy()))
+
+
+def test_only_a_worker_reads_the_tables_of_a_finished_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an append, to know whether it is to finalize; who asks for the status does not."""
+    run, _ = finished(tmp_path, MANIFEST, overrides=OPTIONS)
+    index = append_rows(run, run.index(), failed(run, run.index()))
+    run_planned(run, index, job_of(run, index))
+    digested: list[Path] = []
+    real = FileSystem.digest
+    monkeypatch.setattr(FileSystem, "digest", lambda self, path: digested.append(path) or real(self, path))
+    assert is_finished(run)
+    assert digested == []
+    assert is_finished(run, reads_all=True)
+    assert run.path / "metadata.parquet" in digested
+    with (run.path / "metadata.parquet").open("rb+") as file:
+        file.write(b"XXXX")
+    assert is_finished(run)
+    assert not is_finished(run, reads_all=True)
 
 
 def test_nothing_is_a_run_directory_without_a_plan(tmp_path: Path) -> None:

@@ -294,3 +294,21 @@ def test_a_finalizer_that_was_taken_for_dead_says_so_and_harms_nothing(
         if files.left > 0:
             break
     assert num_swept > 1
+
+
+def test_a_finalizer_whose_run_directory_vanishes_says_so(
+    settled: Path, memory: Path, request: pytest.FixtureRequest
+) -> None:
+    """At whichever of its steps the mount is lost."""
+    shutil.copytree(settled, memory / "0" / "run")
+    counted = Overtaken(-1, lambda: None)
+    finalize(RunDirectory(memory / "0" / "run", counted))
+    num_steps = -1 - counted.left
+    assert num_steps > 30
+    for step in range(10 + number_of(request), num_steps + 1, len(FORMATS)):
+        path = memory / f"{step}" / "run"
+        shutil.copytree(settled, path)
+        files = Overtaken(step, lambda path=path: path.rename(path.with_name("away")))  # type: ignore[misc]
+        with pytest.raises(Interrupted, match="the run directory is not there any more"):
+            finalize(RunDirectory(path, files))
+        shutil.rmtree(path.parent)

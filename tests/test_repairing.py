@@ -12,7 +12,7 @@ import pytest
 import webdataset
 
 from batchgen import formats
-from batchgen.appending import failed, job_of
+from batchgen.appending import append_rows, failed, job_of
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
@@ -298,3 +298,31 @@ def test_a_mender_that_a_second_repair_overtakes(whole: dict[str, Path], memory:
         assert len(runs.check_images(path)) == 9
         shutil.rmtree(path)
     assert step > 5
+
+
+@pytest.mark.parametrize("run", ["webdataset", "parquet"], indirect=True)
+@pytest.mark.parametrize("num_first", [0, 1])
+def test_a_mender_that_later_plans_overtake(run: RunDirectory, memory: Path, num_first: int) -> None:
+    """At each of its steps later plans take all that it leaves of a part, at once or some rows first: it brings nothing
+    back."""
+    state = max(Ledger(run.root, run.files).states(run.index().shards), key=lambda one: len(one.settled))
+    shard, (row, *rest) = state.shard, sorted(state.settled)
+    index = append_rows(run, run.index(), {shard: frozenset([row])})
+    for step in itertools.count(1):
+        path = memory / f"{step}"
+        shutil.copytree(run.path, path)
+
+        def overtake(path: Path = path) -> None:
+            other = RunDirectory(path)
+            for rows in filter(None, (rest[:num_first], rest[num_first:])):
+                plans = append_rows(other, other.index(), {shard: frozenset(rows)})
+                mend(other, plans, Ledger(other.root, other.files))
+
+        files = Overtaken(step, overtake)
+        mend(RunDirectory(path, files), index, Ledger(path / ".run", files))
+        if files.left > 0:
+            break
+        assert not (path / "data" / state.committed[0].part).exists()
+        assert (path / ".run" / "mended").is_dir()
+        shutil.rmtree(path)
+    assert step > 15

@@ -53,7 +53,9 @@ def test_every_trouble_comes(world: None) -> None:
 def test_a_search_finds_a_planted_fault(name: str) -> None:
     """From the seed that a search from 0 on came to when the figures were recorded; later ones if steps have moved."""
     with planted(name):
-        assert search(read()["planted"][name]["seed"], NUM_SCHEDULES)  # type: ignore[index]
+        outcome = search(read()["planted"][name]["seed"], NUM_SCHEDULES)  # type: ignore[index]
+    assert outcome
+    assert not outcome.is_mistaken, outcome.broken
 
 
 def test_a_seed_says_everything(world: None) -> None:
@@ -66,8 +68,13 @@ def test_a_seed_says_everything(world: None) -> None:
     assert shown.stdout.splitlines()[1:-1] == list(here.trace)
 
 
+def left_by_the_dead(output_format: str) -> list[str]:
+    """Files of the epoch that a worker is about to begin."""
+    return ["00000-0.rows.parquet", *(["00000-0.tar"] if output_format == "webdataset" else [])]
+
+
 def real_changes(output_format: str) -> list[str]:
-    """The changes that an undisturbed worker makes to a real disk."""
+    """The changes that an undisturbed worker makes to a real disk, where a dead one left files."""
     changes: list[str] = []
 
     def listened(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +89,9 @@ def real_changes(output_format: str) -> list[str]:
     with folder() as path, pytest.MonkeyPatch.context() as patch:
         manifest = write(path / "manifest", {"id": ["a", "b"], "prompt": ["x", "y"]})
         job = pattern_job(*("output.encoders=1", f"output.format={output_format}", "plan.batch_sizes=[2]"))
+        (path / "run/.run/work").mkdir(parents=True)
+        for name in left_by_the_dead(output_format):
+            (path / "run/.run/work" / name).write_bytes(b"left")
         for name in CALLS:
             patch.setattr(os, name, listened(name, getattr(os, name)))
         run_job(manifest, path / "run", job)
@@ -103,6 +113,9 @@ def simulated_changes(output_format: str) -> list[str]:
     )
     with doubles.installed():
         run = Run(0, traced=True, schedule=schedule)
+        run.storage.create_all(TOP / "run/.run/work")
+        for name in left_by_the_dead(output_format):
+            run.storage.create(TOP / "run/.run/work" / name, 0.0, 0)
         run.go()
     steps = [line.split()[4:] for line in run.trace or []]
     own = steps[: next(number for number, words in enumerate(steps) if "**" in words)]

@@ -65,6 +65,8 @@ def find_plants(seed: int, num: int, *, is_recorded: bool) -> int:
     for name in PLANTS:
         with planted(name):
             outcome = search(seed, num)
+        if outcome and outcome.is_mistaken:
+            raise SystemExit(f"{name}: the plant does not fit the product any more: {outcome.broken}")
         missed += outcome is None
         print(f"{name}: " + (f"seed {outcome.seed}, {outcome.broken}" if outcome else f"not in {num} schedules"))
         if outcome is not None:

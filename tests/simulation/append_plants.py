@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from batchgen import appending, epoch, finalize, marker, mending, plans, publish, runner
-from batchgen.balance import Balance
-from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.plan_index import PlanIndex
 from batchgen.rundir import RunDirectory
@@ -97,43 +97,49 @@ def left_in_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mending, "_take_out", lambda run, index, receipt, path: disk.remove(path))
 
 
-def finalize_by(patch: pytest.MonkeyPatch, one: Any) -> None:
-    patch.setattr(finalize, "finalize", one)
-    patch.setattr(runner, "finalize", one)
+@plant("what a plan left of a part is brought in though a later plan has overtaken it")
+def overtaken_brought_in(patch: pytest.MonkeyPatch) -> None:
+    def bring_in(run: RunDirectory, slot: Any, path: Any) -> None:
+        with suppress(FileNotFoundError):
+            run.files.replace(run.root / "mended" / slot.file, path)
+
+    patch.setattr(mending, "_bring_in", bring_in)
+
+
+@plant("a part is taken out while earlier plans may still bring in what they left of it")
+def taken_out_too_soon(patch: pytest.MonkeyPatch) -> None:
+    def mend_one(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Any) -> None:
+        if index.made(receipt):
+            real(run, index, ledger, receipt)
+        else:
+            mending._take_out(run, index, receipt, publish.published(run, receipt))
+
+    real = mending._mend
+    patch.setattr(mending, "_mend", mend_one)
 
 
 # The end
 
 
+def newer_plans(patch: pytest.MonkeyPatch, *, after_errors: bool) -> None:
+    """Look for plans that were appended meanwhile after errors only, or only where there was none."""
+
+    def newer(self: RunDirectory, index: PlanIndex) -> PlanIndex | None:
+        is_after_error = sys.exc_info()[0] is not None
+        return real(self, index) if is_after_error == after_errors else None
+
+    real = RunDirectory.newer
+    patch.setattr(RunDirectory, "newer", newer)
+
+
 @plant("finalize stops at what a plan took out that was appended meanwhile")
 def finalize_stops(patch: pytest.MonkeyPatch) -> None:
-    def finalized(run: RunDirectory, *, is_partial: bool = False, plan: int | None = None) -> Balance | None:
-        while True:
-            index = run.index()
-            if plan is not None and index.number != plan:
-                return None
-            balance = finalize._finalize(run, index, is_partial=is_partial)
-            if is_partial or run.newer(index) is None:
-                return balance
-            run.files.remove(run.path / marker.SUCCESS)
-
-    finalize_by(patch, finalized)
+    newer_plans(patch, after_errors=False)
 
 
 @plant("finalize does not look for plans that were appended meanwhile")
 def finalize_once(patch: pytest.MonkeyPatch) -> None:
-    def finalized(run: RunDirectory, *, is_partial: bool = False, plan: int | None = None) -> Balance | None:
-        while True:
-            index = run.index()
-            if plan is not None and index.number != plan:
-                return None
-            try:
-                return finalize._finalize(run, index, is_partial=is_partial)
-            except (BatchgenError, FileNotFoundError) as error:
-                if isinstance(error, Interrupted) or run.newer(index) is None:
-                    raise
-
-    finalize_by(patch, finalized)
+    newer_plans(patch, after_errors=True)
 
 
 @plant("finalize sweeps committed parts of plans that it does not know")
@@ -152,8 +158,8 @@ def sweeps_unknown(patch: pytest.MonkeyPatch) -> None:
 def counts_first(patch: pytest.MonkeyPatch) -> None:
     """The marker is put for plans that were not there when the rows were counted."""
 
-    def close(run: RunDirectory, index: PlanIndex, balance: Balance, tables: Any) -> None:
-        real(run, run.index(), balance, tables)
+    def close(run: RunDirectory, index: PlanIndex, *arguments: Any) -> None:
+        real(run, run.index(), *arguments)
 
     real = finalize._close
     patch.setattr(finalize, "_close", close)
@@ -164,9 +170,9 @@ def any_marker(patch: pytest.MonkeyPatch) -> None:
     """Nobody removes it, and nobody reads for which plan it stands."""
     real = SimulatedFiles.remove
     patch.setattr(SimulatedFiles, "remove", lambda self, path: path.name == marker.SUCCESS or real(self, path))
-    patch.setattr(runner, "is_finished", lambda run: run.files.stat(run.path / marker.SUCCESS) is not None)
+    patch.setattr(runner, "is_finished", lambda run, reads_all: run.files.stat(run.path / marker.SUCCESS) is not None)
 
 
 @plant("tables of the size that _SUCCESS names are taken for those that it stands for")
 def sizes_say_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(marker, "damaged", lambda run: iter(()))
+    patch.setattr(marker, "_damaged", lambda run, files: iter(()))

@@ -25,7 +25,7 @@ from tests.simulation.files import digest, my_files, remove
 from tests.simulation.work import RowTable, Shards, SimulatedReader, base_shards, drafted, read_table, write_plan
 from tests.simulation.world import World
 
-MOST_APPENDERS = 2
+MOST_APPENDERS = 3
 SHARE = 0.3
 """Of the schedules."""
 
@@ -48,13 +48,13 @@ def draw_appenders(random: Random) -> tuple[Appender, ...]:
     choice = random.choice
     return tuple(
         Appender(
-            kind=choice(("retry", "extend", "repair")),
+            kind=choice(("retry", "extend", "repair", "repair")),
             after_s=10 ** random.uniform(0, 3),
             again_s=10 ** random.uniform(0, 3),
             picks=choice((0.3, 0.6, 1.0)),
             is_plan_only=random.random() < 0.4,
         )
-        for _ in range(choice((1, 1, MOST_APPENDERS)))
+        for _ in range(choice((1, 1, 2, MOST_APPENDERS)))
     )
 
 

@@ -118,7 +118,7 @@ def _prolonged(random: Random, trouble: Trouble) -> Trouble:
         trouble,
         call=random.choice(("", trouble.call)),
         seconds=10 ** random.uniform(2, 4.7),
-        at=random.choice(("", "/finalize-")),
+        at=random.choice(("", "/finalize-", "/mended/")),
         kills_after=random.choice((0, random.randrange(1, 60))),
     )
 

@@ -63,7 +63,7 @@ class SimulatedFiles(FileSystem):
     def rename(self, source: Any, target: Any) -> None:
         after = self.world.step("rename", target)
         self.storage.rename(source, target)
-        if target is RUN / SUCCESS or target.parent is RUN / "data":
+        if target.parent is RUN or target.parent is RUN / "data":
             self.world.on_link(target)
         self.absent.pop(target, None)
         if after:
@@ -241,21 +241,20 @@ def remove_tree(path: Any, *, ignore_errors: bool = False) -> None:
 
 
 def write_table(path: Any, table: bytes) -> str:
+    """As `disk.write_table`: what has the name loses it first."""
     files = my_files()
     with resumable(path):
-        file = create_or_truncate(files, path)
+        file = create_anew(files, path)
         files.append(file, path, table)
         files.sync_open(file, path)
         files.sync_folder(path.parent)
     return digest(table)
 
 
-def create_or_truncate(files: SimulatedFiles, path: Any) -> File:
-    """As `open(path, "wb")`."""
-    if isinstance(file := files.storage.get(path), File):
-        World.now.step("create", path)
-        file.content = b""
-        return file
+def create_anew(files: SimulatedFiles, path: Any) -> File:
+    if files.storage.get(path) is not None:
+        World.now.step("remove", path)
+        files.storage.unlink(path)
     return files.create(path)
 
 

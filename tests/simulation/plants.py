@@ -51,7 +51,7 @@ def no_table_fsync(patch: pytest.MonkeyPatch) -> None:
     def write_table(path: Any, table: bytes) -> str:
         files = disk.my_files()
         with resumable(path):
-            files.append(disk.create_or_truncate(files, path), path, table)
+            files.append(disk.create_anew(files, path), path, table)
         return disk.digest(table)
 
     patch.setattr(epoch, "write_table", write_table)

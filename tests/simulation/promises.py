@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, count
 
@@ -190,14 +191,26 @@ def marked(storage: Storage) -> dict[str, object] | None:
 
 
 def check_marker(storage: Storage, output_format: str) -> None:
-    """Of a marker that was just put. One that a plan was appended to meanwhile stands for the plans that it names."""
-    index = plans(storage)
-    number = (marked(storage) or {}).get("plan", index.number)
+    """Of a marker that was just put. One that a plan was appended to meanwhile stands for the plans that it names. It
+    names the tables of its plans, in whose place one who knows fewer may have put its own: it will see that, and who
+    asks whether the run is finished sees it too."""
+    index, marker = plans(storage), marked(storage) or {}
+    number = marker.get("plan", index.number)
     assert isinstance(number, int)
-    if number == index.number:
-        check_success(storage, output_format)
-    else:
+    if number < index.number:
         check_settled(storage, plans(storage, number + 1))
+        return
+    for place, lines in check_parts(storage, index, output_format).items():
+        is_named = named(marker).get(place) == hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+        fewer = range(1, number + 1) if is_named else ()
+        check_table(storage, place, lines, [lines_of(storage, plans(storage, num))[place] for num in fewer])
+
+
+def named(marker: Mapping[str, object]) -> dict[Place, str]:
+    """The sha256 of each file that a marker names."""
+    files = marker.get("files", {})
+    assert isinstance(files, dict)
+    return {RUN / name: sha256 for name, (_, sha256) in files.items()}
 
 
 def check_settled(storage: Storage, index: PlanIndex) -> None:
@@ -208,39 +221,59 @@ def check_settled(storage: Storage, index: PlanIndex) -> None:
 
 def check_success(storage: Storage, output_format: str) -> None:
     """All that a finished run promises, durably."""
-    index = plans(storage)
+    for place, lines in check_parts(storage, plans(storage), output_format).items():
+        check_table(storage, place, lines)
+
+
+def check_parts(storage: Storage, index: PlanIndex, output_format: str) -> dict[Place, list[object]]:
+    """All that a finished run promises but for its tables; what each of them is to list."""
     check_settled(storage, index)
-    names = planned_ids(storage, index)
-    made: list[tuple[str, int, int]] = []
-    failed: list[tuple[str, int, int]] = []
     parts = set()
     for one in committed(storage, index):
         require(storage.is_durable(RECEIPTS / one.stem), f"receipt {one.stem} is not durable beside {SUCCESS}")
         check_part(storage, index, one, is_mended=True)
-        shard, rows = one.shard, index.rows(one.shard)
-        made += [(names[shard][row], shard, row) for row in one.ok if row in rows]
-        failed += [(names[shard][row], shard, row) for row in one.failed if row in rows]
         parts |= {one.part} if index.made(one) else set()
     found_names = set(storage.folder(DATA).names) - {OWN_TABLE.name}
     require(found_names == parts, f"data/ holds {sorted(found_names)}, not {sorted(parts)}")
+    for part in sorted(parts):
+        require(storage.is_durable(DATA / part), f"{DATA / part} is not durable beside {SUCCESS}")
     tables = TABLES if output_format == "webdataset" else (*TABLES, OWN_TABLE)
-    for place in (*tables, *(DATA / part for part in sorted(parts))):
-        require(storage.get(place) is not None, f"{place} is missing beside {SUCCESS}")
-        require(storage.is_durable(place), f"{place} is not durable beside {SUCCESS}")
-    rows = dict.fromkeys(tables, made) | {RUN / "failures.parquet": failed}
-    card = RUN / "README.md"
-    for place in tables:
-        listed = json.loads(storage.file(place).content)
-        lines = [len(made), len(failed)] if place is card else [list(row) for row in sorted(rows[place])]
-        require(listed == lines, f"{place} lists {listed}, committed are {lines}")
+    lines = lines_of(storage, index)
+    return {place: lines[place] for place in tables}
 
 
-def check_quiet(storage: Storage, output_format: str, *, is_finished: bool, may_be_old: bool) -> None:
+def lines_of(storage: Storage, index: PlanIndex) -> dict[Place, list[object]]:
+    """What each table of these plans lists, once all their rows are settled."""
+    names, made, failed = planned_ids(storage, index), [], []
+    for one in committed(storage, index):
+        shard, rows = one.shard, index.rows(one.shard)
+        made += [[names[shard][row], shard, row] for row in one.ok if row in rows]
+        failed += [[names[shard][row], shard, row] for row in one.failed if row in rows]
+    metadata, failures, card = TABLES
+    return {
+        metadata: sorted(made),
+        failures: sorted(failed),
+        card: [len(made), len(failed)],
+        OWN_TABLE: sorted(made),
+    }
+
+
+def check_table(storage: Storage, place: Place, lines: list[object], others: Iterable[list[object]] = ()) -> None:
+    """A table lists these lines, durably, or those of another one that may be there."""
+    require(storage.get(place) is not None, f"{place} is missing beside {SUCCESS}")
+    listed = json.loads(storage.file(place).content)
+    require(listed == lines or listed in others, f"{place} lists {listed}, committed are {lines}")
+    require(listed != lines or storage.is_durable(place), f"{place} is not durable beside {SUCCESS}")
+
+
+def check_quiet(
+    storage: Storage, output_format: str, *, is_finished: bool, may_be_old: bool, may_be_others: bool
+) -> None:
     """When all have ended: what is taken for a finished run is one; and if nobody was kept from taking an old marker
-    away, none stands for less than all plans."""
-    if is_finished:
-        check_success(storage, output_format)
+    away, none stands for less than all plans, or if nobody from looking at what it put there, beside other tables."""
     marker, index = marked(storage), plans(storage)
+    if is_finished or (marker is not None and not may_be_old and not may_be_others):
+        check_success(storage, output_format)
     if marker is not None and not may_be_old:
         number = marker.get("plan")
         require(number == index.number, f"{SUCCESS} stands for plan {number}, not {index.number}")

@@ -68,6 +68,8 @@ class Run(World):
         self.num_crashes = 0
         self.marked_by: Process | None = None
         """Who put the marker that is there."""
+        self.finishers: set[Process] = set()
+        """Who put a table, a card or a marker."""
         self._caches: dict[int, tuple[dict[Any, float], dict[Any, Any]]] = {}
         self._files: dict[Process, SimulatedFiles] = {}
         self.on_end, self.on_trouble = self._ended, self._befallen
@@ -84,6 +86,8 @@ class Run(World):
         return RunDirectory(path, self.files(self.me.process))  # type: ignore[arg-type]
 
     def on_link(self, target: Place) -> None:
+        if target.parent is RUN or target is promises.OWN_TABLE:
+            self.finishers.add(self.me.process)
         if target is RUN / SUCCESS:
             self.marked_by = self.me.process
         promises.check_slot(self.storage, target, self.schedule.output_format)
@@ -201,10 +205,15 @@ class Run(World):
     def _look(self) -> None:
         """Somebody asks whether the run is finished."""
         may_be_old, found = self._may_marker_be_old(), []
-        self.begin(OUTSIDERS_SLOT, lambda process: found.append(is_finished(self.run_directory(RUN))))
+        may_be_others = any(one.ended != "normally" for one in self.finishers)
+        self.begin(OUTSIDERS_SLOT, lambda process: found.append(is_finished(self.run_directory(RUN), reads_all=True)))
         self.run()
         promises.check_quiet(
-            self.storage, self.schedule.output_format, is_finished=found == [True], may_be_old=may_be_old
+            self.storage,
+            self.schedule.output_format,
+            is_finished=found == [True],
+            may_be_old=may_be_old,
+            may_be_others=may_be_others,
         )
 
     def _may_marker_be_old(self) -> bool:
@@ -276,6 +285,11 @@ class Outcome:
     broken: str = ""
     """The promise, "" if all were kept."""
     trace: tuple[str, ...] = ()
+
+    @property
+    def is_mistaken(self) -> bool:
+        """Whether it tells of a plant that does not fit the product, and not of a promise."""
+        return any(f"ended by {name}" in self.broken for name in ("TypeError", "AttributeError", "NameError"))
 
 
 def try_seed(seed: int, *, traced: bool = False) -> Outcome:

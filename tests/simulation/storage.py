@@ -22,6 +22,8 @@ class Place:
         self._children: dict[str, Place] = {}
 
     def __truediv__(self, name: str) -> Place:
+        if not name:
+            return self
         child = self._children.get(name)
         if child is None:
             first, _, rest = name.partition("/")

@@ -18,7 +18,7 @@ from batchgen.mending import content_of
 from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, Replaced
 from batchgen.plans import Base
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Written
-from tests.simulation.files import create_or_truncate, digest, my_files, remove
+from tests.simulation.files import digest, my_files, remove
 from tests.simulation.world import World
 
 GROUP = Group(64, 64, True, 0, "form")
@@ -37,7 +37,7 @@ class SimulatedPartWriter:
         self._contents: dict[str, bytes] = {}
         remove(self._path)
         with resumable(self._path):
-            self._file = None if self._is_folder else create_or_truncate(self._files, self._path)
+            self._file = None if self._is_folder else self._files.create(self._path)
             if self._is_folder:
                 self._files.mkdir_new(self._path)
 
