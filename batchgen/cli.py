@@ -166,6 +166,8 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from tqdm import tqdm
 
     from batchgen.appending import job_of
+    from batchgen.balance import take_balance
+    from batchgen.ledger import Ledger
     from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
     from batchgen.runner import run_planned
@@ -181,11 +183,15 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
         click.echo(f"{fault.place}{row}: {fault.what}")
     click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
     if not (repair and found.faults):
+        balance = take_balance(run.index(), Ledger(run.root, run.files))
+        if balance.outstanding:
+            rows = f"{balance.outstanding:,} of {counted(balance.rows, 'row')}"
+            say(f"outstanding, and not looked at: {rows}; the command that began the run makes them")
         sys.exit(3 if found.faults else 0)
     job = job_of(run, run.index())
     left = [fault.place for fault in found.faults if not fault.is_curable]
     if left:
-        say(f"not the run's, and left alone: {listed(left)}")
+        say(f"not the run's, and left alone: {listed(left)}; move them out of data/, where readers find them")
     index = repair_run(run, found.damaged)
     if plan_only:
         end_planned(directory)

@@ -111,7 +111,10 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
     mend(run, index, ledger)
     _withdraw(run, ledger)
     # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
-    run.files.sync_folder(run.data)
+    try:
+        run.files.sync_folder(run.data)
+    except FileNotFoundError as error:
+        raise BatchgenError(f"{run.data} is missing; `batchgen verify --repair` makes its images again") from error
     with _scratch(run) as scratch:
         _sweep_left(run, scratch)
         sources = _sources(run, index, receipts, ledger)

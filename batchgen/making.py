@@ -67,8 +67,9 @@ class Maker:
     def _try_again(self, batch: Batch, error: Exception) -> list[Outcome]:
         if isinstance(error, OutOfMemory):
             return self._make_smaller(batch, error)
-        rows = f"{len(batch.rows)} rows from {batch.rows[0].id!r} on are"
-        self.say(f"a batch raised {type(error).__name__}: {error}; its {rows} tried one by one")
+        first, num = batch.rows[0].id, len(batch.rows)
+        rows = f"{num} rows from {first!r} on are tried one by one" if num > 1 else f"one row {first!r} is tried again"
+        self.say(f"a batch raised {type(error).__name__}: {error}; its {rows}")
         return [self._make_alone(batch, row) for row in batch.rows]
 
     def _make_alone(self, batch: Batch, row: Row) -> Outcome:

@@ -26,6 +26,7 @@ def repair(run: RunDirectory, damaged: Iterable[Checked]) -> PlanIndex:
     index, rows = run.index(), dict[int, frozenset[int]]()
     ledger = Ledger(run.root, run.files)
     ledger.make_folders()
+    run.files.make_folder(run.data)
     for one in damaged:
         bad = one.rows
         if not bad and one.is_altered and not _restore(run, index, ledger, one):

@@ -27,6 +27,7 @@ from batchgen.plan_index import PlanIndex
 from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
+from batchgen.wording import first_line
 from batchgen.writer import pixel_sha256
 
 _OWN_TABLES = frozenset({"metadata.parquet"})
@@ -164,7 +165,8 @@ def _check_images(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: 
     except Interrupted:
         raise
     except BatchgenError as error:
-        faults.append(Fault(f"data/{receipt.part}", "", 0, f"unreadable: {error}"))
+        what = "missing" if run.files.stat(path) is None else f"unreadable: {first_line(error.__cause__ or error)}"
+        faults.append(Fault(f"data/{receipt.part}", "", 0, what))
     missing = [row for name, row in rows.items() if name not in seen]
     faults += [_fault(row, "missing") for row in missing]
     bad |= {row["index"] for row in missing}

@@ -246,6 +246,9 @@ def test_a_part_that_is_missing_or_short_is_named(run: RunDirectory) -> None:
         shutil.rmtree(path)
         with pytest.raises(BatchgenError, match=rf"{path.name}, which a receipt names, is missing"):
             finalize(run)
+    shutil.rmtree(run.data)
+    with pytest.raises(BatchgenError, match="data is missing; `batchgen verify --repair`"):
+        finalize(run)
 
 
 def test_a_row_table_that_is_missing_or_damaged_is_named(run: RunDirectory) -> None:

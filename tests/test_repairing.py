@@ -203,6 +203,15 @@ def test_what_never_was_the_runs_is_left_alone(run: RunDirectory) -> None:
     assert (run.data / "foreign.png").read_bytes() == b"mine"
 
 
+def test_all_images_are_gone_with_their_folder(run: RunDirectory) -> None:
+    pixels = runs.pixels(run.path)
+    shutil.rmtree(run.data)
+    plans = repair(run, verify(run).damaged)
+    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    assert runs.pixels(run.path) == pixels
+    assert verify(run).faults == ()
+
+
 def test_the_command(tmp_path: Path) -> None:
     source, out = runs.prompts(tmp_path / "m.parquet", 6), tmp_path / "out"
     assert runs.run(source, out).code == 0
@@ -227,7 +236,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert sum(path.exists() and path.stat().st_mtime_ns == time for path, time in before.items()) >= 3
     assert runs.batchgen("verify", out, "--repair").code == runs.batchgen("verify", out).code == 0
     (out / "metadata.parquet").write_bytes(b"")
-    assert runs.batchgen("verify", out, "--repair").code == 0
+    (out / "data" / "mine").write_bytes(b"")
+    ended = runs.batchgen("verify", out, "--repair")
+    assert ended.code == 0
+    assert "not the run's, and left alone: data/mine; move them out of data/, where readers find them\n" in ended.err
+    (out / "data" / "mine").unlink()
     assert len(runs.metadata(out)) == 6
 
 

@@ -151,7 +151,35 @@ def test_what_is_missing_is_named(run: RunDirectory) -> None:
     assert gone == {(name, row_id) for name, row_id in rows.items() if name.startswith(f"data/{first.part}")}
     parts = {one.place: one.what for one in found.faults if not one.row_id}
     assert parts.keys() == {f"data/{first.part}", f"data/{second.part}"}
+    assert parts[f"data/{first.part}"] == "missing"
     assert parts[f"data/{second.part}"].startswith("unreadable: its row table or itself is gone")
+
+
+@pytest.mark.parametrize("name", ["webdataset", "parquet"])
+@pytest.mark.parametrize("length", [0, 700, -1])
+def test_a_part_that_cannot_be_read_is_named_once_and_in_one_line(
+    runs: dict[str, Path], tmp_path: Path, name: str, length: int
+) -> None:
+    shutil.copytree(runs[name], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    part = run.data / receipts(run)[0].part
+    part.write_bytes(part.read_bytes()[:length])
+    (what,) = [one.what for one in verify(run).faults if not one.row_id]
+    assert what.startswith("unreadable: ")
+    assert what.isprintable()
+    assert str(part) not in what
+
+
+def test_rows_that_are_outstanding_are_told_and_no_fault(tmp_path: Path) -> None:
+    source, out = commands.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    assert commands.run(source, out).code == 0
+    assert commands.batchgen("verify", out).err == ""
+    for receipt in list((out / ".run" / "receipts").iterdir()):
+        shutil.rmtree(out / "data" / receipt.name)
+        receipt.unlink()
+    ended = commands.batchgen("verify", out)
+    assert (ended.code, ended.closing_line) == (0, "0 images checked, 0 faults")
+    assert ended.err == "outstanding, and not looked at: 3 of 3 rows; the command that began the run makes them\n"
 
 
 def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
