@@ -17,7 +17,7 @@ from batchgen.drafts import row_schema
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_stored
 from batchgen.ledger import Ledger, ranges
-from batchgen.marker import SUCCESS
+from batchgen.marker import remove_marker
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of
@@ -71,7 +71,7 @@ def append_rows(run: RunDirectory, index: PlanIndex, rows: Rows) -> PlanIndex:
             lambda folder, before=before, left=left: _written(run, before, left, facts, folder),  # type: ignore[misc]
         )
     if rows:
-        run.files.remove(run.path / SUCCESS)
+        remove_marker(run)
     return index
 
 
@@ -190,7 +190,7 @@ def extend(
         on_planned(planned)
         before, wanted = index.fingerprint.get("manifest.rows"), planned.draft.survey.rows_digest
         index = freeze_planned(run, job, planned, after=index)
-        run.files.remove(run.path / SUCCESS)
+        remove_marker(run)
         if before != wanted == index.fingerprint.get("manifest.rows"):
             return index  # Else a plan of other rows was first.
 

@@ -24,7 +24,7 @@ from batchgen.disk import remove
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
-from batchgen.marker import SUCCESS, put_marker
+from batchgen.marker import put_marker, remove_marker
 from batchgen.mending import content_of, mend, read_row_table, sweep_mended
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.owners import is_gone, mark, this_process
@@ -84,7 +84,7 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
                 if newer is None:
                     return balance
                 # It may be worked off, too: what stands there now may be the tables without it.
-                run.files.remove(run.path / SUCCESS)
+                remove_marker(run)
             index = newer
     return None
 

@@ -27,6 +27,12 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], files: Mapping[str, 
     run.files.replace(temp, run.path / SUCCESS)
 
 
+def remove_marker(run: RunDirectory) -> None:
+    """Take the marker away, if it is there; a crash does not bring it back."""
+    run.files.remove(run.path / SUCCESS)
+    run.files.sync_folder(run.path)
+
+
 def is_finished(run: RunDirectory, *, reads_all: bool = False) -> bool:
     """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it names;
     with `reads_all`, after an append, also the sha256: a finalizer that knows fewer plans may have put its own there

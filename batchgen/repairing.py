@@ -9,7 +9,7 @@ from batchgen.appending import append_rows
 from batchgen.disk import remove
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
-from batchgen.marker import SUCCESS
+from batchgen.marker import remove_marker
 from batchgen.mending import content_of, mend, part_table, rewrite
 from batchgen.plan_index import PlanIndex
 from batchgen.publish import published
@@ -34,7 +34,7 @@ def repair(run: RunDirectory, damaged: Iterable[Checked]) -> PlanIndex:
         if bad:
             shard = one.receipt.shard
             rows[shard] = rows.get(shard, frozenset()) | bad
-    run.files.remove(run.path / SUCCESS)  # Its tables are to be written again.
+    remove_marker(run)  # Its tables are to be written again.
     index = append_rows(run, index, rows)
     mend(run, index, ledger)
     return index

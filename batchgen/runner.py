@@ -22,7 +22,7 @@ from batchgen.glance import take_glance
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.making import Maker
-from batchgen.marker import SUCCESS, is_finished
+from batchgen.marker import SUCCESS, is_finished, remove_marker
 from batchgen.mending import mend
 from batchgen.models.folder import architecture
 from batchgen.modes import settle, settle_dtype
@@ -179,7 +179,7 @@ def _work_off(
     balance = take_balance(index, ledger, job.run.stale_after_s, glance)
     on_opened(index, balance)
     if balance.outstanding and was_marked:
-        run.files.remove(run.path / SUCCESS)
+        remove_marker(run)
     worst = 0
     if balance.outstanding and not stop.is_asked:
         num_others = len({(one.host, one.pid) for one in balance.holders})
