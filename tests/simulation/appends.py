@@ -7,7 +7,7 @@ the manifest, the files of an appended plan, a part written anew from what is le
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -48,7 +48,7 @@ def draw_appenders(random: Random) -> tuple[Appender, ...]:
     choice = random.choice
     return tuple(
         Appender(
-            kind=choice(("retry", "extend", "repair", "repair")),
+            kind=choice(("retry", "extend", "repair")),
             after_s=10 ** random.uniform(0, 3),
             again_s=10 ** random.uniform(0, 3),
             picks=choice((0.3, 0.6, 1.0)),
@@ -56,6 +56,12 @@ def draw_appenders(random: Random) -> tuple[Appender, ...]:
         )
         for _ in range(choice((1, 1, 2, MOST_APPENDERS)))
     )
+
+
+def draw_repairers(random: Random) -> tuple[Appender, ...]:
+    """One after another, each with some of what the others left."""
+    num = random.choice((2, 2, MOST_APPENDERS))
+    return tuple(replace(draw_appenders(random)[0], kind="repair") for _ in range(num))
 
 
 def append(run: RunDirectory, appender: Appender, job: Any) -> PlanIndex:

@@ -6,9 +6,11 @@ import errno
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.simulation.appends import SHARE, Appender, draw_appenders
+from tests.simulation.appends import SHARE, Appender, draw_appenders, draw_repairers
 from tests.simulation.world import CHANGES, Trouble
 
+CONTENDED = 0.25
+"""Of the schedules with appends."""
 ERRORS = (errno.ENOSPC, errno.EIO, errno.ESTALE)
 LOST_REPLIES = (errno.EEXIST, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)
 KINDS = (
@@ -95,6 +97,30 @@ def draw(random: Random) -> Schedule:
 
 def with_appenders(one: Schedule, random: Random) -> Schedule:
     """The schedule, if it is to be one with appends: these, and troubles that come when they do."""
+    appended = _with_appenders(one, random)
+    return _contended(appended, random) if appended.appenders and random.random() < CONTENDED else appended
+
+
+def _contended(one: Schedule, random: Random) -> Schedule:
+    """Repairs that take one part's rows after one another, and somebody who stalls while he brings in what is left."""
+    stall = Trouble(
+        random.randrange(100, 500),
+        "pause",
+        random.choice(("create", "link", "stat")),
+        10 ** random.uniform(0.5, 3.5),
+        at="/mended/",
+        kills_after=random.choice((0, random.randrange(1, 60))),
+    )
+    return replace(
+        one,
+        output_format="webdataset",
+        commit_every_s=120.0,
+        troubles=tuple(sorted((*one.troubles[:3], stall), key=lambda one: one.step)),
+        appenders=draw_repairers(random),
+    )
+
+
+def _with_appenders(one: Schedule, random: Random) -> Schedule:
     if not one.is_planned or random.random() >= SHARE:
         return one
     more = (_trouble(random, random.randrange(100, 1000)) for _ in range(random.randrange(6)))
@@ -118,7 +144,7 @@ def _prolonged(random: Random, trouble: Trouble) -> Trouble:
         trouble,
         call=random.choice(("", trouble.call)),
         seconds=10 ** random.uniform(2, 4.7),
-        at=random.choice(("", "/finalize-", "/mended/")),
+        at=random.choice(("", "/finalize-")),
         kills_after=random.choice((0, random.randrange(1, 60))),
     )
 

@@ -11,7 +11,7 @@ import pytest
 from batchgen import epoch, finalize, runner, worker
 from batchgen.epoch import Epoch
 from batchgen.filesystem import FileStat, FileSystem, resumable
-from batchgen.ledger import ABANDONED, COMMITTED, Ledger, Receipt, ShardState
+from batchgen.ledger import ABANDONED, COMMITTED, FOLDERS, Ledger, Receipt, ShardState
 from batchgen.ledger import stem as stem_of
 from batchgen.marker import SUCCESS, put_marker
 from batchgen.records import Part
@@ -306,7 +306,7 @@ def success_upon_sand(patch: pytest.MonkeyPatch) -> None:
 @plant("receipts upon a plan that its putter has not synced")
 def receipts_upon_sand(patch: pytest.MonkeyPatch) -> None:
     def make_folders(self: Ledger) -> None:
-        for name in ("plan", "claims", "work", "receipts", "modes"):
+        for name in FOLDERS:
             self.files.make_folder(self.root / name)
 
     patch.setattr(Ledger, "make_folders", make_folders)

@@ -310,5 +310,6 @@ def check_swept(storage: Storage) -> None:
         number, dash, _ = name.partition("-")
         is_of_these = dash and number.isdecimal() and int(number) <= index.number
         require(not is_of_these or name in index.folders, f"{PLANS / name} was not swept")
+    require(storage.get(MENDED) is not None, f"{MENDED} is gone")
     for name in storage.folder(MENDED).names:
         require(name.count(".") == 1, f"{MENDED / name} was not swept")
