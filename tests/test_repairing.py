@@ -11,7 +11,7 @@ import datasets
 import pytest
 import webdataset
 
-from batchgen import formats
+from batchgen import formats, runner
 from batchgen.appending import append_rows, failed, job_of
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
@@ -229,6 +229,26 @@ def test_the_command(tmp_path: Path) -> None:
     (out / "metadata.parquet").write_bytes(b"")
     assert runs.batchgen("verify", out, "--repair").code == 0
     assert len(runs.metadata(out)) == 6
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_the_same_command_goes_on_with_a_repair_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
+) -> None:
+    """Before the rows were made, or before the tables were written anew."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 6), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    next(out.glob("data/*/*.png")).unlink()
+    assert runs.batchgen("verify", out, "--repair", "--plan-only").code == 0
+    if is_made:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "finalize", lambda run, plan: None)
+            assert runs.run(source, out).code == 0
+    assert not is_finished(RunDirectory(out))
+    ended = runs.batchgen("verify", out, "--repair")
+    assert (ended.code, ended.closing_line) == (0, "6 rows = 6 done + 0 failed + 0 rejected + 0 outstanding")
+    assert is_finished(RunDirectory(out))
+    assert len(runs.check_images(out)) == 6
 
 
 def test_an_image_that_is_damaged_between_verify_and_repair_is_not_kept(whole: dict[str, Path], memory: Path) -> None:
