@@ -195,6 +195,37 @@ def test_owners_are_gone_with_their_process_or_their_slurm_job() -> None:
     assert gone_because(replace(elsewhere, restart_count=0), replace(ME, restart_count=5)) is None
 
 
+HIDDEN = """
+import os, sys
+from dataclasses import replace
+from batchgen.owners import gone_because, is_gone, mark, this_process
+
+me = this_process()
+alive = sys.argv[1].split()
+for change in (os.setresgid, os.setresuid):
+    change(*[65534] * 3)
+for pid, start_time in (alive, ("99999999", "1"), (f"1{'0' * 30}", "1")):
+    owner = replace(me, pid=int(pid), start_time=start_time)
+    print(gone_because(owner, me) is not None, is_gone(f"a.{mark(owner)}.tmp", me))
+"""
+
+
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_a_process_that_another_user_may_not_see_is_not_gone(hidepid: int) -> None:
+    """As `/proc` is mounted on many clusters; mounting it needs root, which CI has."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    child = subprocess.Popen(["sleep", "60"])
+    alive = f"{child.pid} {start_time(child.pid)}"
+    try:
+        script = 'mount -t proc -o "hidepid=$1" proc /proc && shift && exec "$@"'
+        words = ["unshare", "--mount", "sh", "-c", script, "-", str(hidepid), sys.executable, "-c", HIDDEN, alive]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        child.kill()
+        child.wait()
+    assert ended.stdout.splitlines() == ["False False", "True True", "True True"], ended.stderr
+
+
 def test_a_process_that_waits_to_be_reaped_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     deadline = time.monotonic() + 20
