@@ -279,6 +279,24 @@ def test_heartbeats_grow_old_by_the_file_system_s_clock(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "claims") == ["00000-0"]
 
 
+def test_a_heartbeat_from_the_future_grows_old_from_when_it_is_seen(tmp_path: Path) -> None:
+    """A file server's clock was ahead, and has been set right."""
+    far = replace(ME, token="ff", boot_id="another", pid=1)
+    owner, watcher = ledger_at(tmp_path, far), ledger_at(tmp_path)
+    owner.claim(0, 0)
+    state = watcher.state(0)
+    os.utime(watcher.claim_path(0, 0), (0, time.time() + 1000))
+    assert watcher.dead_because(state, 60.0) is None
+    deadline = time.monotonic() + 20
+    while watcher.dead_because(state, 0.2) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "its heartbeat is 0" in (watcher.dead_because(state, 0.2) or "")
+    os.utime(watcher.claim_path(0, 0), (0, time.time() + 2000))
+    assert watcher.dead_because(state, 0.2) is None
+    owner.heartbeat(0, 0)
+    assert watcher.dead_because(state, 60.0) is None
+
+
 def test_an_onlooker_sees_ages_and_writes_nothing(tmp_path: Path) -> None:
     ledger_at(tmp_path).claim(0, 0)
     files = FileSystem()
