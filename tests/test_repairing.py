@@ -6,14 +6,16 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 import webdataset
 
-from batchgen import formats, runner
+from batchgen import formats, mending, repairing, runner
 from batchgen.appending import append_rows, failed, job_of
 from batchgen.errors import BatchgenError, Interrupted
+from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
 from batchgen.mending import mend
@@ -161,6 +163,27 @@ def test_what_lies_beside_whole_images_is_written_anew(
             victim = next(row for row, place in runs_of(run).items() if part.name in place)
             damage(run, victim, flipped)
             assert mended(run) == [victim]
+
+
+def test_a_part_that_is_written_anew_outlasts_another_s_finalize(
+    whole: dict[str, Path], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies beside the rest of the bookkeeping then, and nowhere afterwards."""
+    run, real = RunDirectory(memory / "run"), repairing.rewrite
+    shutil.copytree(whole["webdataset"], run.path)
+    part = run.data / next(Ledger(run.root, run.files).committed([0])).part
+    content, before = part.read_bytes(), sorted(run.root.rglob("*"))
+    part.write_bytes(content.replace(b'"asked_width"', b'"ASKED_WIDTH"'))
+
+    def overtaken(*arguments: Any) -> mending.Content:
+        written = real(*arguments)
+        finalize(run)
+        return written
+
+    monkeypatch.setattr(repairing, "rewrite", overtaken)
+    assert mended(run) == []
+    assert part.read_bytes() == content
+    assert sorted(run.root.rglob("*")) == before
 
 
 def test_a_part_that_does_not_come_out_as_it_was_is_made_again(
