@@ -168,6 +168,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from batchgen.appending import job_of
     from batchgen.balance import take_balance
     from batchgen.ledger import Ledger
+    from batchgen.marker import is_finished
     from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
     from batchgen.runner import run_planned
@@ -182,7 +183,9 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
     click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
-    if not (repair and found.faults):
+    # A repair that was stopped has appended its plan, and what is still to be made is no fault.
+    goes_on = not plan_only and run.index().number > 0 and not is_finished(run)
+    if not (repair and (found.faults or goes_on)):
         balance = take_balance(run.index(), Ledger(run.root, run.files))
         if balance.outstanding:
             rows = f"{balance.outstanding:,} of {counted(balance.rows, 'row')}"

@@ -18,6 +18,7 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.owners import launched_process
+from batchgen.presence import present
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Task, work
 from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
@@ -72,9 +73,10 @@ def main() -> NoReturn:
 def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
     run = RunDirectory(order.out)
     ledger = Ledger(run.root, run.files, launched_process())
-    task = Task(run, run.index(), order.job, ledger, order.left, order.num_others, order.may_wait, order.time_left)
     try:
-        work(task, stop, reporter)
+        with present(run):
+            index, left, others = run.index(), order.left, order.num_others
+            work(Task(run, index, order.job, ledger, left, others, order.may_wait, order.time_left), stop, reporter)
     except Exception as error:
         if stop.was_raised:
             raise Stopped from None

@@ -144,6 +144,8 @@ class Ledger:
         self.owner = owner
         self._clock_read_at = float("-inf")
         self._clock_offset_s = 0.0
+        self._ahead: dict[tuple[int, int, float], float] = {}
+        """When a claim (by shard and epoch) was first seen with a change time that was still to come."""
 
     def claim_path(self, shard: int, epoch: int) -> Path:
         return self.root / "claims" / stem(shard, epoch)
@@ -231,10 +233,22 @@ class Ledger:
         assert state.is_claimed
         if state.claim is not None and (reason := gone_because(state.claim.owner, self._me)):
             return reason
-        age_s = self.heartbeat_age_s(state.shard, state.epoch)
-        if age_s is not None and age_s > stale_after_s:
-            return f"its heartbeat is {age_s:.0f} s old"
+        silent_s = self._silent_s(state.shard, state.epoch)
+        if silent_s is not None and silent_s > stale_after_s:
+            return f"its heartbeat is {silent_s:.0f} s old"
         return None
+
+    def _silent_s(self, shard: int, epoch: int) -> float | None:
+        """Seconds without a heartbeat, None if there is no claim. Where the clock was set back since the last one, they
+        count from when this process first saw it."""
+        found = self.files.stat(self.claim_path(shard, epoch))
+        if found is None:
+            return None
+        age_s = self._now_s() - found.mtime_s
+        if age_s >= 0:
+            return age_s
+        now_s = time.monotonic()
+        return now_s - self._ahead.setdefault((shard, epoch, found.mtime_s), now_s)
 
     def _now_s(self) -> float:
         """The file system's clock, read off a touched file once a minute; an onlooker writes nothing and takes its

@@ -85,7 +85,9 @@ class Manifest:
     def _read(self, path: Path) -> Iterator[pa.RecordBatch]:
         num_read = 0
         try:
-            for batch in _batches(_opened(path)):
+            file = _opened(path)
+            self.check_unchanged()  # Rows were counted in the file that lay here then.
+            for batch in _batches(file):
                 num_read += batch.num_rows
                 yield batch
         except (OSError, pa.ArrowException) as error:

@@ -72,10 +72,28 @@ def start_time(pid: int) -> str:
     return "" if len(stat) < 20 or stat[0] in "ZX" else stat[19]
 
 
+def _has_left(pid: int, started: str) -> bool:
+    """Whether a process of this machine that began at a start time is gone."""
+    return start_time(pid) != started and not _is_hidden(pid)
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process of which `/proc`, mounted with hidepid, tells nothing: it is another user's."""
+    if _text(f"/proc/{pid}/stat"):
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False
+
+
 def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="latin-1").strip()
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+    except (FileNotFoundError, ProcessLookupError, NotADirectoryError, PermissionError):
         return ""
 
 
@@ -96,13 +114,13 @@ def is_gone(name: str, me: Owner) -> bool:
     """Whether a file's name bears the mark of a process of this machine that is gone."""
     machine = mark(me).partition("-")[0]
     marks = (word.split("-") for word in name.split(".") if word.startswith(f"{machine}-"))
-    return any(len(one) == 3 and one[1].isdecimal() and start_time(int(one[1])) != one[2] for one in marks)
+    return any(len(one) == 3 and one[1].isdecimal() and _has_left(int(one[1]), one[2]) for one in marks)
 
 
 def gone_because(owner: Owner, me: Owner) -> str | None:
     """Why an owner cannot be running any more, as far as this process can tell without a clock."""
     if (owner.boot_id, owner.pid_namespace) == (me.boot_id, me.pid_namespace):
-        if start_time(owner.pid) != owner.start_time:
+        if _has_left(owner.pid, owner.start_time):
             return f"its process {owner.pid} on {owner.host} is gone"
         if owner.pid == me.pid and has_ended(owner):
             return "its run, in this process, has ended"

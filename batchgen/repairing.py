@@ -11,6 +11,7 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.marker import remove_marker
 from batchgen.mending import content_of, mend, part_table, rewrite
+from batchgen.owners import mark, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.publish import published
 from batchgen.rundir import RunDirectory
@@ -44,7 +45,8 @@ def _restore(run: RunDirectory, index: PlanIndex, ledger: Ledger, one: Checked) 
     """Put a part in its place whose bytes are those that were committed; False if they do not come out."""
     receipt, made = one.receipt, index.made(one.receipt)
     target = published(run, receipt)
-    temp = run.root / "mended" / f"{receipt.stem}.{index.number}.{secrets.token_hex(8)}{target.suffix}"
+    # Not among what `mending` writes, which whoever finalizes this run takes for nobody's.
+    temp = run.root / f"part.{secrets.token_hex(8)}.{mark(this_process())}.tmp"
     try:
         table = part_table(ledger, receipt, made)
         is_same = rewrite(run, index, receipt, table, temp) == content_of(run, index, receipt, table)

@@ -97,6 +97,19 @@ def test_a_killed_worker_is_said_and_its_shard_taken_over(tmp_path: Path) -> Non
     assert not held or re.search(rf"shard \d+-0 is taken over: its process {first} on .* is gone", ended.err)
 
 
+def test_workers_of_a_run_directory_that_is_moved_away_end_and_are_not_replaced(tmp_path: Path) -> None:
+    source, out, moved = slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out", tmp_path / "moved"
+    process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, "--workers", 2)
+    until(lambda: holders(out), process)
+    out.rename(moved)
+    ended = process.wait(PATIENCE_S)
+    assert ended.code == 75, ended
+    assert "the run directory is not there any more" in ended.err
+    assert "Traceback" not in ended.err
+    assert "another takes its place" not in ended.err
+    check_all(moved, runs.run(source, moved, *ONE_BY_ONE, *FAULTS), 12)
+
+
 @pytest.mark.parametrize("waits", [(), ("--no-wait",)])
 def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """The other one takes over its shard and ends; nothing is left to wait for."""

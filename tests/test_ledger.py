@@ -195,6 +195,37 @@ def test_owners_are_gone_with_their_process_or_their_slurm_job() -> None:
     assert gone_because(replace(elsewhere, restart_count=0), replace(ME, restart_count=5)) is None
 
 
+HIDDEN = """
+import os, sys
+from dataclasses import replace
+from batchgen.owners import gone_because, is_gone, mark, this_process
+
+me = this_process()
+alive = sys.argv[1].split()
+for change in (os.setresgid, os.setresuid):
+    change(*[65534] * 3)
+for pid, start_time in (alive, ("99999999", "1"), (f"1{'0' * 30}", "1")):
+    owner = replace(me, pid=int(pid), start_time=start_time)
+    print(gone_because(owner, me) is not None, is_gone(f"a.{mark(owner)}.tmp", me))
+"""
+
+
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_a_process_that_another_user_may_not_see_is_not_gone(hidepid: int) -> None:
+    """As `/proc` is mounted on many clusters; mounting it needs root, which CI has."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    child = subprocess.Popen(["sleep", "60"])
+    alive = f"{child.pid} {start_time(child.pid)}"
+    try:
+        script = 'mount -t proc -o "hidepid=$1" proc /proc && shift && exec "$@"'
+        words = ["unshare", "--mount", "sh", "-c", script, "-", str(hidepid), sys.executable, "-c", HIDDEN, alive]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    finally:
+        child.kill()
+        child.wait()
+    assert ended.stdout.splitlines() == ["False False", "True True", "True True"], ended.stderr
+
+
 def test_a_process_that_waits_to_be_reaped_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     deadline = time.monotonic() + 20
@@ -246,6 +277,24 @@ def test_heartbeats_grow_old_by_the_file_system_s_clock(tmp_path: Path) -> None:
     owner.heartbeat(0, 0)
     assert watcher.dead_because(state, 60.0) is None
     assert os.listdir(tmp_path / "claims") == ["00000-0"]
+
+
+def test_a_heartbeat_from_the_future_grows_old_from_when_it_is_seen(tmp_path: Path) -> None:
+    """A file server's clock was ahead, and has been set right."""
+    far = replace(ME, token="ff", boot_id="another", pid=1)
+    owner, watcher = ledger_at(tmp_path, far), ledger_at(tmp_path)
+    owner.claim(0, 0)
+    state = watcher.state(0)
+    os.utime(watcher.claim_path(0, 0), (0, time.time() + 1000))
+    assert watcher.dead_because(state, 60.0) is None
+    deadline = time.monotonic() + 20
+    while watcher.dead_because(state, 0.2) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "its heartbeat is 0" in (watcher.dead_because(state, 0.2) or "")
+    os.utime(watcher.claim_path(0, 0), (0, time.time() + 2000))
+    assert watcher.dead_because(state, 0.2) is None
+    owner.heartbeat(0, 0)
+    assert watcher.dead_because(state, 60.0) is None
 
 
 def test_an_onlooker_sees_ages_and_writes_nothing(tmp_path: Path) -> None:

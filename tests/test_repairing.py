@@ -6,14 +6,16 @@ import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 import webdataset
 
-from batchgen import formats
+from batchgen import formats, mending, repairing, runner
 from batchgen.appending import append_rows, failed, job_of
 from batchgen.errors import BatchgenError, Interrupted
+from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
 from batchgen.mending import mend
@@ -163,6 +165,27 @@ def test_what_lies_beside_whole_images_is_written_anew(
             assert mended(run) == [victim]
 
 
+def test_a_part_that_is_written_anew_outlasts_another_s_finalize(
+    whole: dict[str, Path], memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies beside the rest of the bookkeeping then, and nowhere afterwards."""
+    run, real = RunDirectory(memory / "run"), repairing.rewrite
+    shutil.copytree(whole["webdataset"], run.path)
+    part = run.data / next(Ledger(run.root, run.files).committed([0])).part
+    content, before = part.read_bytes(), sorted(run.root.rglob("*"))
+    part.write_bytes(content.replace(b'"asked_width"', b'"ASKED_WIDTH"'))
+
+    def overtaken(*arguments: Any) -> mending.Content:
+        written = real(*arguments)
+        finalize(run)
+        return written
+
+    monkeypatch.setattr(repairing, "rewrite", overtaken)
+    assert mended(run) == []
+    assert part.read_bytes() == content
+    assert sorted(run.root.rglob("*")) == before
+
+
 def test_a_part_that_does_not_come_out_as_it_was_is_made_again(
     whole: dict[str, Path], memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +265,26 @@ def test_the_command(tmp_path: Path) -> None:
     assert "not the run's, and left alone: data/mine; move them out of data/, where readers find them\n" in ended.err
     (out / "data" / "mine").unlink()
     assert len(runs.metadata(out)) == 6
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_the_same_command_goes_on_with_a_repair_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
+) -> None:
+    """Before the rows were made, or before the tables were written anew."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 6), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    next(out.glob("data/*/*.png")).unlink()
+    assert runs.batchgen("verify", out, "--repair", "--plan-only").code == 0
+    if is_made:
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "finalize", lambda run, plan: None)
+            assert runs.run(source, out).code == 0
+    assert not is_finished(RunDirectory(out))
+    ended = runs.batchgen("verify", out, "--repair")
+    assert (ended.code, ended.closing_line) == (0, "6 rows = 6 done + 0 failed + 0 rejected + 0 outstanding")
+    assert is_finished(RunDirectory(out))
+    assert len(runs.check_images(out)) == 6
 
 
 def test_an_image_that_is_damaged_between_verify_and_repair_is_not_kept(whole: dict[str, Path], memory: Path) -> None:
