@@ -264,7 +264,9 @@ def test_case_20_two_of_eight_tasks_again(slurm: Cluster, tmp_path: Path) -> Non
 
 
 def test_case_18_twelve_tasks_for_three_shards(slurm: Cluster, tmp_path: Path) -> None:
-    run = submit(slurm, slow(tmp_path / "m.parquet", 12, 1), keys=("slurm.tasks=12", "plan.shard_images=4"))
+    run = submit(slurm, slow(tmp_path / "m.parquet", 12, 4), keys=("slurm.tasks=12", "plan.shard_images=4"))
+    # The finishing job waits for the array alone: had one of the others taken a shard, it could find that one at work.
+    run.wait_until_at_work(0, 1, 2)
     more = slurm.ask("sbatch", "--parsable", "--array=3-11", run.out / ".run" / "slurm" / "array.sbatch").strip()
     states, finish = run.ended()
     assert codes(states) == dict.fromkeys(range(3), OK), run.logs()
