@@ -76,15 +76,15 @@ def append_rows(run: RunDirectory, index: PlanIndex, rows: Rows) -> PlanIndex:
 
 
 def _check_settled(run: RunDirectory, index: PlanIndex, rows: Rows) -> None:
-    for state in Ledger(run.root, run.files).states(rows):
+    ledger = Ledger(run.root, run.files)
+    for state in ledger.states(rows):
         if still_open := rows[state.shard] & index.left(state):
             raise UsageError(
                 f"{run.path}: {counted(len(still_open), 'row')} of shard {state.shard} are still to be made; "
                 "run the job to its end first"
             )
     if rows:
-        # What is taken over is not made in its old shard again: its receipts must outlast their putters.
-        run.files.sync_folder(run.root / "receipts")
+        ledger.refresh()  # What is taken over is not made in its old shard again: its receipts must last.
 
 
 def _written(run: RunDirectory, before: PlanIndex, rows: Rows, facts: Facts, folder: Path) -> PlanIndex:

@@ -180,6 +180,7 @@ class Epoch:
         self._part.discard()
         if isinstance(error, BatchgenError):
             return False
+        self._place.ledger.refresh()
         receipt = self._place.ledger.receipt(self._shard, self._number)
         if receipt is None or receipt.by == self._place.me:
             return False

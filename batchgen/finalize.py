@@ -103,9 +103,9 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
         for one in ledger.committed(index.shards)
         if not index.rows(one.shard).isdisjoint((*one.ok, *one.failed))
     )
-    # What is written from here on stands on these receipts, whose putters may have died before they were durable.
+    # What is written from here on stands on these receipts.
     if receipts:
-        run.files.sync_folder(run.root / "receipts")
+        ledger.refresh()
     for receipt in receipts:
         publish(run, receipt)
     mend(run, index, ledger)
@@ -114,7 +114,7 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
     try:
         run.files.sync_folder(run.data)
     except FileNotFoundError as error:
-        raise BatchgenError(f"{run.data} is missing; `batchgen verify --repair` makes its images again") from error
+        raise BatchgenError(f"{run.data} is missing; `batchgen verify --repair` has its images made again") from error
     with _scratch(run) as scratch:
         _sweep_left(run, scratch)
         sources = _sources(run, index, receipts, ledger)
@@ -202,7 +202,10 @@ def _check_size(run: RunDirectory, path: Path, size: int) -> None:
     found = run.files.stat(path)
     if found is None or found.is_folder or found.size != size:
         what = f"has {found.size} bytes instead of {size}" if found and not found.is_folder else "is missing"
-        raise BatchgenError(f"{path}, which a receipt names, {what}; `batchgen verify` names all that is damaged")
+        raise BatchgenError(
+            f"{path}, which a receipt names, {what}; `batchgen verify` names all that is damaged, and has it "
+            "made again with --repair"
+        )
 
 
 def _write_tables(index: PlanIndex, sources: _Sources, scratch: Path, *, is_partial: bool) -> dict[str, Path]:

@@ -162,6 +162,11 @@ class Ledger:
         # Receipts are about a plan, whose putter may have died before its name was durable.
         self.files.sync_folder(self.root / "plan")
 
+    def refresh(self) -> None:
+        """See receipts that were put since, and make durable those whose putters have died before they were: opening
+        their folder makes NFS forget which names it saw absent."""
+        self.files.sync_folder(self.root / "receipts")
+
     def state(self, shard: int, num_rows: int | None = None) -> ShardState:
         """Read a shard's slots, in epoch order, until one has no receipt, or all its rows (if it is said how many there
         are) are settled: nobody asks what comes after that."""

@@ -65,8 +65,7 @@ def mend(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
     Raises BatchgenError where an image that is to stay cannot be read.
     """
     if index.replaced:
-        # Opening it makes NFS forget which receipts it saw absent: what later plans took over has some.
-        run.files.sync_folder(run.root / "receipts")
+        ledger.refresh()  # What later plans took over has receipts.
     try:
         for shard in sorted({one.shard for one in index.replaced}):
             for receipt in ledger.state(shard).committed:

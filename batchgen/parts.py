@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import BatchgenError
@@ -57,7 +58,8 @@ def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as source, pq.ParquetFile(source) as table:
+    # Opened by Arrow itself, as in plan_reader.
+    with pa.OSFile(str(path)) as source, pq.ParquetFile(source) as table:
         for group in range(table.num_row_groups):
             for image in table.read_row_group(group, columns=["image"])["image"]:
                 yield image["path"].as_py(), image["bytes"].as_py()

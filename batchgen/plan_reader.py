@@ -32,7 +32,9 @@ class PlanReader:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
-            with readable(path), path.open("rb") as source:
+            # Opened by Arrow itself: if a thread of its own still has hold of a Python file when the interpreter ends,
+            # the process is aborted.
+            with readable(path), pa.OSFile(str(path)) as source:
                 if footer_digest(source) != file.footer_sha256:
                     raise ValueError("its footer is another one")
                 with pq.ParquetFile(source, page_checksum_verification=True) as opened:

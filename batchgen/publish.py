@@ -19,16 +19,22 @@ def publish(run: RunDirectory, receipt: Receipt) -> None:
     rename. Raises BatchgenError for a part that is lost."""
     if not receipt.part:
         return
+    source, target = run.root / "work" / receipt.part, published(run, receipt)
     try:
-        _publish(run, receipt, run.root / "work" / receipt.part, published(run, receipt))
+        _publish(run, receipt, source, target)
     except FileNotFoundError as error:
+        if run.files.stat(run.data) is None and run.files.stat(source) is not None:
+            # Somebody removed it with all that was in it; `finalize` and `verify` name what is missing there.
+            run.files.make_folder(run.data)
+            _publish(run, receipt, source, target)
+            return
         # Another published it, and it was taken out again where a plan was appended that has all its rows.
         run.files.sync_folder(run.plans)
         whole = Ledger(run.root, run.files).receipt(receipt.shard, receipt.epoch)  # The one at hand may have no rows.
         if whole is None or run.index().made(whole):
             raise BatchgenError(
-                f"{published(run, receipt)}, which a receipt names, is missing, and so is what it is made of "
-                f"({error.filename}); `batchgen verify` names all that is damaged"
+                f"{target}, which a receipt names, is missing, and so is what it is made of ({error.filename}); "
+                "`batchgen verify --repair` has its images made again"
             ) from error
 
 

@@ -174,7 +174,7 @@ def _work_off(
     ledger.make_folders()
     # Before any part of a later plan is published: no row is there twice.
     mend(run, index, ledger)
-    was_marked = _is_marked(run)
+    was_marked = _is_marked(run, ledger)
     glance = None if was_marked else take_glance(ledger)
     balance = take_balance(index, ledger, job.run.stale_after_s, glance)
     on_opened(index, balance)
@@ -204,13 +204,12 @@ def work(task: Task, stop: Stop, progress: Progress, opener: Opener = open_gener
     return 0
 
 
-def _is_marked(run: RunDirectory) -> bool:
+def _is_marked(run: RunDirectory, ledger: Ledger) -> bool:
     """Whether `_SUCCESS` is there, asked before the receipts are read: of a marker that comes later, from another
     worker, they say nothing."""
     is_marked = run.files.stat(run.path / SUCCESS) is not None
     if is_marked:
-        # Opening the folder makes NFS forget which receipts it saw absent.
-        run.files.sync_folder(run.root / "receipts")
+        ledger.refresh()
     return is_marked
 
 

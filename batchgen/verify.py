@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -131,14 +130,17 @@ def _check_part(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Re
     path = ledger.table_path(receipt.shard, receipt.epoch)
     try:
         publish(run, receipt)
-        with readable(path):
-            content = path.read_bytes()
+        # Held by Arrow itself, as in plan_reader.
+        with readable(path), pa.OSFile(str(path)) as file:
+            content = file.read_buffer()
         if hashlib.sha256(content).hexdigest() != receipt.table_sha256:
             what = "altered: its sha256 is another one"
             return Checked(receipt, len(made), (Fault(f".run/work/{path.name}", "", 0, what),), rows)
-        table = pq.read_table(io.BytesIO(content), columns=list(_CHECKED))
+        table = pq.read_table(pa.BufferReader(content), columns=list(_CHECKED))
         table = table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
-    except (OSError, ValueError) as error:
+    except Interrupted:
+        raise
+    except (BatchgenError, OSError, ValueError) as error:
         what = f"unreadable: its row table or itself is gone ({error})"
         place = f"data/{receipt.part}" if receipt.part else f".run/work/{path.name}"
         return Checked(receipt, len(made), (Fault(place, "", 0, what),), rows)

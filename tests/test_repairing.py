@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import webdataset
 
@@ -233,6 +235,42 @@ def test_all_images_are_gone_with_their_folder(run: RunDirectory) -> None:
     run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
     assert runs.pixels(run.path) == pixels
     assert verify(run).faults == ()
+
+
+def test_a_part_waits_to_be_published_when_the_folder_of_all_is_removed(run: RunDirectory) -> None:
+    pixels, part = runs.pixels(run.path), sorted(run.data.glob("0*"))[0]
+    part.rename(run.root / "work" / part.name)
+    shutil.rmtree(run.data)
+    found = verify(run)
+    assert part.exists()
+    assert not any(fault.place.startswith(f"data/{part.name}") for fault in found.faults)
+    plans = repair(run, found.damaged)
+    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    assert runs.pixels(run.path) == pixels
+    assert verify(run).faults == ()
+
+
+def test_arrow_holds_nothing_of_pythons(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Arrow's that lets go of a Python object while the interpreter ends aborts the process."""
+    sources: list[object] = []
+
+    def spy(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(source: object, *args: object, **options: object) -> object:
+            sources.append(source)
+            return inner(source, *args, **options)
+
+        return outer
+
+    monkeypatch.setattr(pq, "ParquetFile", spy(pq.ParquetFile))
+    monkeypatch.setattr(pq, "read_table", spy(pq.read_table))
+    monkeypatch.setattr(pa, "BufferReader", spy(pa.BufferReader))
+    damage(run, "row 1", flipped)
+    plans = repair(run, verify(run).damaged)
+    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    kinds = {type(one) for one in sources}
+    assert kinds <= {type(run.path), pa.OSFile, pa.Buffer, type(pa.BufferReader(pa.py_buffer(b"")))}, kinds
+    assert {type(run.path), pa.OSFile, pa.Buffer} <= kinds
+    assert all(one.parent is None for one in sources if isinstance(one, pa.Buffer))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -247,7 +248,7 @@ class _Lost(io.FileIO):
 @contextmanager
 def lost(place: Path, code: int, num_bytes: int) -> Iterator[None]:
     """Within the block nothing under `place` can be opened, or read further than so many bytes."""
-    real = io.open
+    real, arrows = io.open, pa.OSFile
 
     def opened(file: Any, *arguments: Any, **options: Any) -> Any:
         if not isinstance(file, Path) or place not in (file, *file.parents):
@@ -256,9 +257,20 @@ def lost(place: Path, code: int, num_bytes: int) -> Iterator[None]:
             raise OSError(code, os.strerror(code), str(file))
         return io.BufferedReader(_Lost(file, code, num_bytes), 16)
 
+    def opened_by_arrow(file: str) -> Any:
+        path = Path(file)
+        return pa.PythonFile(opened(path)) if place in (path, *path.parents) else arrows(file)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(io, "open", opened)
+        patch.setattr(pa, "OSFile", opened_by_arrow)
         yield
+
+
+def test_arrow_names_what_the_disk_reports() -> None:
+    with pytest.raises(OSError, match="Error reading bytes from file") as found, pa.OSFile("/proc/self/mem") as file:
+        file.read(1)
+    assert found.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("code", LOST, ids=lambda code: errno.errorcode[code])

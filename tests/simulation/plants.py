@@ -10,6 +10,7 @@ import pytest
 
 from batchgen import epoch, finalize, runner, worker
 from batchgen.epoch import Epoch
+from batchgen.errors import BatchgenError
 from batchgen.filesystem import FileStat, FileSystem, resumable
 from batchgen.ledger import ABANDONED, COMMITTED, FOLDERS, Ledger, Receipt, ShardState
 from batchgen.ledger import stem as stem_of
@@ -216,6 +217,20 @@ def part_thrown_away(patch: pytest.MonkeyPatch) -> None:
                 raise
 
     patch.setattr(worker, "Epoch", Hasty)
+
+
+@plant("an owner that was overtaken does not look again for the receipt that it saw absent")
+def overtaken_unseen(patch: pytest.MonkeyPatch) -> None:
+    def is_thrown_away(self: Any, error: Exception) -> bool:
+        self._heart.stop()
+        self._part.discard()
+        receipt = self._place.ledger.receipt(self._shard, self._number)
+        is_another = not isinstance(error, BatchgenError) and receipt is not None and receipt.by != self._place.me
+        if is_another:
+            self._throw_away()
+        return is_another
+
+    patch.setattr(Epoch, "_is_thrown_away", is_thrown_away)
 
 
 @plant("a former epoch forgotten")
