@@ -92,7 +92,7 @@ class Balance:
 
     def line(self) -> str:
         """The line that every ending prints."""
-        held = f" ({self.held} held by others)" if self.held else ""
+        held = f" ({self.held} held by workers)" if self.held else ""
         return (
             f"{self.rows} rows = {self.done} done + {self.failed} failed + {self.rejected} rejected "
             f"+ {self.outstanding} outstanding{held}"

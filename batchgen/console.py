@@ -92,7 +92,9 @@ def not_made(directory: Path, balance: Balance) -> Iterator[str]:
 
 def end_planned(directory: Path) -> NoReturn:
     """End where a plan was appended and is not to be worked off yet."""
-    say_balance(directory)
+    balance = say_balance(directory)
+    if balance is not None and balance.outstanding:
+        say("the command that began the run makes what is outstanding, as do tasks of `batchgen submit --resume`")
     sys.exit(0)
 
 

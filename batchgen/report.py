@@ -140,7 +140,7 @@ def status_text(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> st
         [one.host, str(one.pid), one.job_id or "-", *map(_number, (one.done, one.failed, one.held)), _age(one)]
         for one in sorted(balance.workers, key=lambda one: -one.held)
     ]
-    by = {one.shard: f"process {one.pid} on {one.host}, {one.heartbeat_age_s:.0f} s ago" for one in balance.holders}
+    by = {one.shard: f"process {one.pid} on {one.host}, {_ago(one.heartbeat_age_s)}" for one in balance.holders}
     still_open = [
         [
             *(f"{one.shard:05d}", str(one.epoch)),
@@ -167,7 +167,12 @@ def _number(number: int) -> str:
 
 
 def _age(worker: WorkerBalance) -> str:
-    return "-" if worker.heartbeat_age_s is None else f"{worker.heartbeat_age_s:.0f} s ago"
+    return "-" if worker.heartbeat_age_s is None else _ago(worker.heartbeat_age_s)
+
+
+def _ago(age_s: float) -> str:
+    """Where clocks differ a heartbeat may be of a time to come."""
+    return f"{age_s:.0f} s ago" if age_s > -1 else f"{-age_s:.0f} s ahead of this clock"
 
 
 def status_facts(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_case_27_the_command_tries_failed_rows_again(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in out.glob("data/*/*.png")}
     planned = runs.batchgen("retry", out, "--plan-only")
     assert (planned.code, planned.closing_line) == (0, "8 rows = 7 done + 0 failed + 0 rejected + 1 outstanding")
+    assert "the command that began the run makes what is outstanding" in planned.err
     ended = runs.run(source, out, "--set", "model.variant=faults")
     assert (ended.code, ended.closing_line) == (3, "8 rows = 7 done + 1 failed + 0 rejected + 0 outstanding")
     ended = runs.batchgen("retry", out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 import time
@@ -21,6 +22,7 @@ from batchgen.filesystem import FileSystem, resumable
 from batchgen.finalize import finalize
 from batchgen.ledger import ABANDONED, RELEASED, Ledger, Receipt
 from batchgen.owners import this_process
+from batchgen.report import status_text
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
 from tests import runs
@@ -186,3 +188,15 @@ def test_what_a_later_plan_has_taken_over_is_counted_once(tmp_path: Path) -> Non
     )
     assert sum(one.rows for one in balance.shards) == 3
     assert all(one.rows == one.done + one.failed + one.outstanding for one in balance.shards)
+
+
+def test_a_heartbeat_of_a_time_to_come_is_shown_as_such(tmp_path: Path) -> None:
+    one = frozen(tmp_path, {"id": ["a"], "prompt": ["a"]})
+    ledger = one.ledger()
+    assert ledger.claim(0, 0)
+    path, now_s = ledger.claim_path(0, 0), time.time()
+    os.utime(path, (now_s + 600, now_s + 600))
+    text = status_text(one.index, take_balance(one.index, ledger), is_finalized=False)
+    assert "s ahead of this clock" in text
+    assert "-5" not in text
+    assert "-6" not in text

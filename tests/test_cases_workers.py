@@ -84,7 +84,7 @@ def test_case_18_idle_workers_say_who_holds_the_rest(tmp_path: Path) -> None:
     for _ in range(3):
         ended = runs.run(source, out, *options, "--no-wait")
         assert ended.code == 0
-        assert ended.closing_line == "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding (10 held by others)"
+        assert ended.closing_line == "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding (10 held by workers)"
         said = [line.split(" on ")[0] for line in ended.err.splitlines() if " held by process" in line]
         wanted = [f"5 rows of shard {shard} held by process" for shard in ("00000-0", "00001-0")]
         assert [line.rsplit(" ", 1)[0] for line in said] == wanted

@@ -356,7 +356,7 @@ def test_claims_are_told_with_their_owners(tmp_path: Path) -> None:
         ], "a process that is known to be gone holds nothing"  # fmt: skip
         assert all(-5 < one.heartbeat_age_s < 60 for one in seen.holders)
         assert seen.outstanding == balance.outstanding
-        assert seen.line().endswith(f"{seen.outstanding} outstanding ({seen.held} held by others)")
+        assert seen.line().endswith(f"{seen.outstanding} outstanding ({seen.held} held by workers)")
     old = time.time() - 5000
     os.utime(ledger.claim_path(open_shards[1], ledger.state(open_shards[1]).epoch), (old, old))
     living = take_balance(index, ledger, 600.0)
