@@ -233,6 +233,26 @@ def test_time_limit(slurm: Cluster, tmp_path: Path, launcher: str) -> None:
     run.check_every_row_once(60)
 
 
+def test_time_limit_of_a_task_with_two_workers(slurm: Cluster, tmp_path: Path) -> None:
+    """As of one that has several GPUs: its launcher drains both, and puts the task into the queue again."""
+    keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=20", "plan.shard_images=40", "plan.batch_sizes=[1]")
+    run = submit(slurm, slow(tmp_path / "m.parquet", 160, 0.7), "--requeue", keys=keys)
+    slurm.ask("scancel", run.array)
+    assert slurm.ended(run.array)[0].name == "CANCELLED"
+    script = run.out / ".run" / "slurm" / "two-workers.sbatch"
+    alone = (run.out / ".run" / "slurm" / "array.sbatch").read_text()
+    script.write_text(re.sub("(?m)^exec .*$", r"\g<0> --workers 2", alone))
+    array = slurm.ask("sbatch", "--parsable", script).strip()
+    (state,) = slurm.ended(array).values()
+    assert (state.name, state.code) == OK, run.logs()
+    assert state.restarts >= 1
+    assert run.logs().count(f"job {array}_0 is in the queue again") == state.restarts
+    assert "stopped by SIGUSR1" in run.logs()
+    assert {owner.pid for owner in run.claims().values()} == set()
+    assert slurm.ended(run.finish)[0].code in (0, 75)
+    run.check_every_row_once(160)
+
+
 def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) -> None:
     """The finishing job says what is outstanding; `submit --resume` sends tasks for that alone."""
     keys = ("slurm.tasks=2", "slurm.time=1", "slurm.warn_s=15", "plan.shard_images=40", "plan.batch_sizes=[1]")
