@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from batchgen.bench.workload import Wanted
 from batchgen.engine.attention import attention
+from batchgen.engine.compiling import Compiler
 from batchgen.engine.denoise import Lanes, load_lanes, step
 from batchgen.engine.engine import Engine
 from batchgen.models.family import Conditioning, Family, Network
@@ -39,6 +40,10 @@ class Evaluation:
     def step(self, network: Network) -> None:
         """One denoising step, in place."""
         step(self.model, network, self.lanes, self.conditioning)
+
+    def told(self, compiler: Compiler, kernels: str) -> Evaluation:
+        """The same for the network in these kernels."""
+        return dataclasses.replace(self, conditioning=compiler.told(kernels, self.conditioning))
 
     def decode(self, decoder: Network, size: int) -> Tensor:
         """Images `[size, 3, H, W]`."""

@@ -186,7 +186,7 @@ def profile(bench: ours.Bench, mode: str, sampler: str, say: Say) -> dict[str, l
         part.to(memory_format=layout)  # type: ignore[call-overload]
     compiler = Compiler(one.model)
     network, decoder = compiler.network(mode, one.conditioning), compiler.decoder(mode)
-    calls = calls_of(one, network, decoder, engine.decode_chunk(one.bucket))
+    calls = calls_of(one.told(compiler, mode), network, decoder, engine.decode_chunk(one.bucket))
     found = {f"{mode} {what}": kernel_times(call, engine.device) for what, call in calls.items()}
     for what, times in found.items():
         say(f"  {what}, {one.bucket}:")

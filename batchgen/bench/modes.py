@@ -130,10 +130,10 @@ def _timed(one: Evaluation, kernels: str, modes: Sequence[str]) -> list[ModeTime
         assert wanted is not None
         made_of, is_captured = mode_of(mode)
         started, pool = time.perf_counter(), GraphPool(device)
-        network = compiler.network(made_of, one.conditioning)
+        network, told = compiler.network(made_of, one.conditioning), one.told(compiler, made_of)
 
-        def call(network: Network = network) -> None:
-            one.step(network)
+        def call(network: Network = network, told: Evaluation = told) -> None:
+            told.step(network)
 
         call()
         replay = pool.capture(call) if is_captured else call

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from batchgen.engine.crossing import projected, taking_projected
 from batchgen.engine.norms import by_channels
 from batchgen.models.family import Conditioning, Family, Network
 
@@ -66,6 +67,10 @@ class Compiler:
         twin: Network = self._regional("network", self._model.network, call)
         return twin
 
+    def told(self, kernels: str, conditioning: Conditioning) -> Conditioning:
+        """A batch's conditioning as the network in these kernels takes it."""
+        return projected(self._model.network, conditioning) if kernels == "compiled" else conditioning
+
     def decoder(self, kernels: str) -> Network:
         """The model's decoder, likewise."""
         if kernels == "eager":
@@ -91,7 +96,7 @@ class Compiler:
     def _whole(self, name: str, module: nn.Module, part: Callable[[Any], Network]) -> Network:
         self._has_whole = True
         if name not in self._wholes:
-            self._wholes[name] = twin_of(module)
+            self._wholes[name] = taking_projected(twin_of(module))
         compiled: Network = torch.compile(part(self._wholes[name]), fullgraph=True, dynamic=False)
         return compiled
 

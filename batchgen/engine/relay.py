@@ -42,6 +42,10 @@ class Relay:
         """The rows that begin, or the first `num` of them, in tensors of their own."""
         return self._loaded(self._first[:num], room), self._conditioning.of(self._first[:num])
 
+    def tell(self, conditioning: Conditioning) -> None:
+        """Have the rows told this instead: another form of the same, of all rows."""
+        self._conditioning = conditioning
+
     def refill(self, number: int, lanes: Lanes, conditioning: Conditioning) -> None:
         """Put the rows whose turns begin with this evaluation into their lanes, in place; nothing waits for it."""
         while self._waiting and self._waiting[-1].start == number:

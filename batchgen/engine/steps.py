@@ -96,6 +96,7 @@ class Steps:
         ran. Raises Dropped."""
         relay = Relay(self._model, rows, tables, conditioning, bucket.size)
         ready = self._made_ready(bucket, mode, relay)
+        relay.tell(self._told(ready.mode, conditioning))
         lanes, told = relay.first(ready.room)
         if ready.replay is not None:
             lanes, told = _load(ready, lanes, told)
@@ -118,6 +119,9 @@ class Steps:
     def forget(self) -> None:
         """Drop the group's graphs."""
         self._ready.clear()
+
+    def _told(self, mode: str, conditioning: Conditioning) -> Conditioning:
+        return self._compiler.told(mode_of(mode)[0], conditioning)
 
     def _made_ready(self, bucket: Bucket, mode: str, relay: Relay) -> _Ready:
         mode = self._broken.get(bucket, mode)
@@ -153,15 +157,16 @@ class Steps:
         started, before = time.perf_counter(), reserved_bytes(device)
         kernels, is_captured = mode_of(mode)
         network = self._compiler.network(kernels, conditioning)
+        told = self._told(mode, conditioning)
         compile_s = 0.0
         if kernels != "eager":
-            step(model, network, lanes, conditioning)
+            step(model, network, lanes, told)
             Mark(device).wait()
             compile_s = time.perf_counter() - started
         ready = _Ready(mode, network, lanes.timesteps.shape[1])
         if is_captured:
-            ready.lanes, ready.conditioning = lanes, conditioning
-            ready.replay = self._pool.capture(lambda: step(model, network, lanes, conditioning))
+            ready.lanes, ready.conditioning = lanes, told
+            ready.replay = self._pool.capture(lambda: step(model, network, lanes, told))
         deviation = self._check(ready, lanes, conditioning)
         capture = Capture(
             bucket, mode, time.perf_counter() - started, compile_s, before, reserved_bytes(device), deviation
@@ -178,14 +183,15 @@ class Steps:
         made = _cloned(other_lanes)
         for _ in range(CHECKED_STEPS):
             step(self._model, self._model.network, eager, other_conditioning)
+        told = self._told(ready.mode, other_conditioning)
         if ready.replay is not None:
-            _load(ready, other_lanes, other_conditioning)
+            _load(ready, other_lanes, told)
             made = lanes
         for _ in range(CHECKED_STEPS):
             if ready.replay is not None:
                 ready.replay()
             else:
-                step(self._model, ready.network, made, other_conditioning)
+                step(self._model, ready.network, made, told)
         return check(made.latents, eager.latents, mode_of(ready.mode)[0])
 
 
