@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -82,17 +83,19 @@ def run(
 
     work(
         directory,
-        lambda seen: run_job(
+        lambda terms: run_job(
             manifest,
             directory,
             job,
-            may_wait=not no_wait,
+            replace(
+                terms,
+                may_wait=not no_wait,
+                time_left=slurm.time_left(task, job.slurm.warn_s, say),
+                workforce=workforce(seats) if seats else None,
+            ),
             may_grow=extend,
             on_planned=lambda planned: say_planned(planned, job),
             on_reading=reading_bar(),
-            time_left=slurm.time_left(task, job.slurm.warn_s, say),
-            workforce=workforce(seats) if seats else None,
-            **seen,
         ),
         end,
         num_workers=len(seats) or 1,
@@ -198,7 +201,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     index = repair_run(run, found.damaged)
     if plan_only:
         end_planned(directory)
-    work(directory, lambda seen: run_planned(run, index, job, **seen))
+    work(directory, lambda terms: run_planned(run, index, job, terms))
 
 
 @cli.command()
@@ -223,7 +226,7 @@ def retry(directory: Path, plan_only: bool) -> NoReturn:
     index = append_rows(run, index, rows)
     if plan_only:
         end_planned(directory)
-    work(directory, lambda seen: run_planned(run, index, job, **seen))
+    work(directory, lambda terms: run_planned(run, index, job, terms))
 
 
 @cli.command()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     from batchgen.balance import Balance
     from batchgen.plan_index import PlanIndex
     from batchgen.progress import Display
-    from batchgen.runner import Ending
+    from batchgen.runner import Ending, Terms
 
 
 def work(
     directory: Path,
-    begin: Callable[[dict[str, Any]], Ending],
+    begin: Callable[[Terms], Ending],
     on_ended: Callable[[Ending], None] = lambda ending: None,
     num_workers: int = 1,
 ) -> NoReturn:
     """Let workers run, with signals heard and progress shown, and end as the run ends."""
     from batchgen.cores import limit_threads
     from batchgen.rundir import RunDirectory
+    from batchgen.runner import Terms
     from batchgen.starts import Starts
     from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
 
@@ -49,7 +50,7 @@ def work(
         try:
             hear()
             with starts.noting():
-                ending = begin({"stop": stop, "on_opened": open_balance, "progress": partial(_display, num_workers)})
+                ending = begin(Terms(stop=stop, on_opened=open_balance, progress=partial(_display, num_workers)))
                 starts.end(is_early=ending.is_early)
         except Stopped:
             end_idle(directory, stop.signal_name, on_ended)

@@ -56,25 +56,29 @@ class Base:
         )
 
 
-def freeze(
-    drafted: Draft,
-    root: Path,
-    files: FileSystem,
-    model: str,
-    job: Mapping[str, Any],
-    fingerprint: Mapping[str, str],
-    rejections: Rejections,
-    after: PlanIndex | None = None,
-) -> PlanIndex:
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan that is to be frozen, and what it was made from."""
+
+    draft: Draft
+    rejections: Rejections
+    model: str
+    job: Mapping[str, Any]
+    fingerprint: Mapping[str, str]
+    after: PlanIndex | None = None
+    """The plans before it, whose rows the draft leaves out."""
+
+
+def freeze(proposal: Proposal, root: Path, files: FileSystem) -> PlanIndex:
     """Write the plan's files under `root` (`.run/plan`), put its index, and return all plans that exist then: with
-    ours, or with that of whoever was first. `after` are the plans before it, whose rows the draft leaves out."""
+    ours, or with that of whoever was first."""
 
     def write(folder: Path) -> PlanIndex:
-        index = _written(drafted, folder, files, model, job, fingerprint, rejections, after)
-        drafted.survey.manifest.check_unchanged()
+        index = _written(proposal, folder, files)
+        proposal.draft.survey.manifest.check_unchanged()
         return index
 
-    return put_plan(root, files, 0 if after is None else after.number + 1, write)
+    return put_plan(root, files, 0 if proposal.after is None else proposal.after.number + 1, write)
 
 
 def put_plan(root: Path, files: FileSystem, number: int, write: Callable[[Path], PlanIndex]) -> PlanIndex:
@@ -106,21 +110,13 @@ def _existing(root: Path, files: FileSystem) -> PlanIndex:
     return existing
 
 
-def _written(
-    drafted: Draft,
-    folder: Path,
-    files: FileSystem,
-    model: str,
-    job: Mapping[str, Any],
-    fingerprint: Mapping[str, str],
-    rejections: Rejections,
-    after: PlanIndex | None,
-) -> PlanIndex:
+def _written(proposal: Proposal, folder: Path, files: FileSystem) -> PlanIndex:
     """The index of a plan whose files lie in `folder`."""
+    drafted, has_rejected = proposal.draft, proposal.rejections.num_cells > 0
     files.make_folder(folder)
-    if rejections.num_cells:
-        rejections.write(folder / REJECTED, files)
-    base = Base.after(after)
+    if has_rejected:
+        proposal.rejections.write(folder / REJECTED, files)
+    base = Base.after(proposal.after)
     return PlanIndex(
         number=base.number,
         folder=folder.name,
@@ -132,10 +128,10 @@ def _written(
         buckets=tuple(_buckets(drafted.cut, base)),
         num_rejected=drafted.survey.num_rejected,
         num_redrawn=len(drafted.survey.redrawn.rows),
-        model=model,
-        job=job,
-        fingerprint=fingerprint,
-        rejected=f"{folder.name}/{REJECTED}" if rejections.num_cells else "",
+        model=proposal.model,
+        job=proposal.job,
+        fingerprint=proposal.fingerprint,
+        rejected=f"{folder.name}/{REJECTED}" if has_rejected else "",
     )
 
 

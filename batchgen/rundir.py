@@ -28,7 +28,7 @@ from batchgen.models.folder import architecture, facts_of, identity
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader
 from batchgen.planner import Limits
-from batchgen.plans import freeze
+from batchgen.plans import Proposal, freeze
 from batchgen.rejections import Rejections
 from batchgen.survey import Survey, survey
 from batchgen.truncation import check_truncation
@@ -224,7 +224,8 @@ def freeze_planned(run: RunDirectory, job: Job, planned: Planned, after: PlanInd
     surveyed = planned.draft.survey
     prints = fingerprint(job, planned.facts, surveyed.manifest) | {"manifest.rows": surveyed.rows_digest}
     content = job.model_dump(mode="json")
-    return freeze(planned.draft, run.plans, run.files, job.model.path, content, prints, planned.rejections, after=after)
+    proposal = Proposal(planned.draft, planned.rejections, job.model.path, content, prints, after)
+    return freeze(proposal, run.plans, run.files)
 
 
 def _check_same(

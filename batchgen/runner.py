@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from glob import has_magic
 from pathlib import Path
@@ -91,82 +91,57 @@ Workforce = Callable[[Task, Stop, Progress], int]
 """What works a task off; the exit code where rows are left that nothing else explains, 0 for none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what terms a process takes part in a run, whatever is to be made: what ends it, whom it tells, and by whom
+    rows are made."""
+
+    may_wait: bool = True
+    """For rows that only others hold."""
+    stop: Stop = field(default_factory=Stop)
+    time_left: TimeLeft = field(default_factory=TimeLeft)
+    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None
+    """Told of the plans and how the run stands, before it is worked off and whenever a plan was appended meanwhile."""
+    progress: ProgressFactory = lambda balance: nullcontext(Quiet())
+    workforce: Workforce | None = None
+    """None for `work`: this process, by the job's own model."""
+
+
 def run_job(
     manifest: Sequence[str | Path],
     out: Path,
     job: Job,
+    terms: Terms | None = None,
     *,
-    may_wait: bool = True,
-    stop: Stop | None = None,
+    may_grow: bool = False,
     on_planned: Callable[[Planned], None] = lambda planned: None,
     on_reading: Callable[[int, int], None] = lambda rows, total: None,
-    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
-    progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
-    opener: Opener = open_generator,
-    workforce: Workforce | None = None,
-    may_grow: bool = False,
-    time_left: TimeLeft | None = None,
 ) -> Ending:
-    """Make every row of a manifest that has not been made yet, in the run directory `out`: in this process, by a model
-    that `opener` loads, or by a `workforce` of others. With `may_grow`, rows that its plans lack are appended.
+    """Make every row of a manifest that has not been made yet, in the run directory `out`. With `may_grow`, rows that
+    its plans lack are appended.
 
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
     """
     run = RunDirectory(out)
     index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
-    return run_planned(
-        run,
-        index,
-        job,
-        may_wait=may_wait,
-        stop=stop,
-        on_opened=on_opened,
-        progress=progress,
-        opener=opener,
-        workforce=workforce,
-        time_left=time_left,
-    )
+    return run_planned(run, index, job, terms)
 
 
-def run_planned(
-    run: RunDirectory,
-    index: PlanIndex,
-    job: Job,
-    *,
-    may_wait: bool = True,
-    stop: Stop | None = None,
-    on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None,
-    progress: ProgressFactory = lambda balance: nullcontext(Quiet()),
-    opener: Opener = open_generator,
-    workforce: Workforce | None = None,
-    time_left: TimeLeft | None = None,
-) -> Ending:
+def run_planned(run: RunDirectory, index: PlanIndex, job: Job, terms: Terms | None = None) -> Ending:
     """Make every row of a run's plans that has not been made yet, those of plans that are appended meanwhile too.
     Raises as `run_job`."""
-    stop, time_left = stop or Stop(), time_left or TimeLeft()
-    force = workforce or partial(work, opener=opener)
+    terms = terms or Terms()
     with present(run):
         while True:
-            balance, worst = _work_off(run, index, job, stop, on_opened, progress, force, time_left, may_wait=may_wait)
+            balance, worst = _work_off(run, index, job, terms)
             newer = run.index()
             if newer.number == index.number:
-                return Ending(balance, stop.signal_name, may_wait, worst)
+                return Ending(balance, terms.stop.signal_name, terms.may_wait, worst)
             index = newer
 
 
-def _work_off(
-    run: RunDirectory,
-    index: PlanIndex,
-    job: Job,
-    stop: Stop,
-    on_opened: Callable[[PlanIndex, Balance], None],
-    progress: ProgressFactory,
-    workforce: Workforce,
-    time_left: TimeLeft,
-    *,
-    may_wait: bool,
-) -> tuple[Balance, int]:
+def _work_off(run: RunDirectory, index: PlanIndex, job: Job, terms: Terms) -> tuple[Balance, int]:
     """Work until nothing is left of these plans, and finalize the run if they are still all; the balance, and what the
     workforce ended with."""
     owner = this_process()
@@ -177,17 +152,17 @@ def _work_off(
     was_marked = _is_marked(run, ledger)
     glance = None if was_marked else take_glance(ledger)
     balance = take_balance(index, ledger, job.run.stale_after_s, glance)
-    on_opened(index, balance)
+    terms.on_opened(index, balance)
     if balance.outstanding and was_marked:
         remove_marker(run)
     worst = 0
-    if balance.outstanding and not stop.is_asked:
+    if balance.outstanding and not terms.stop.is_asked:
         num_others = len({(one.host, one.pid) for one in balance.holders})
         left = balance.outstanding / index.num_rows
-        task = Task(run, index, job, ledger, left, num_others, may_wait, time_left)
+        task = Task(run, index, job, ledger, left, num_others, terms.may_wait, terms.time_left)
         try:
-            with progress(balance) as shown:
-                worst = workforce(task, stop, shown)
+            with terms.progress(balance) as shown:
+                worst = (terms.workforce or work)(task, terms.stop, shown)
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)

@@ -6,7 +6,8 @@ import itertools
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ from batchgen import identity, known, rundir, survey
 from batchgen.appending import append_rows, extend, failed, job_of
 from batchgen.errors import UsageError
 from batchgen.finalize import finalize
-from batchgen.generator import Context, Generator
-from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS, is_finished
 from batchgen.records import Batch, Failure, Outcome
 from batchgen.rundir import RunDirectory
-from batchgen.runner import run_job, run_planned
+from batchgen.runner import Terms, run_job, run_planned, work
 from batchgen.verify import verify
 from tests import runs
 from tests.crashes import Crash, machine
@@ -40,13 +39,13 @@ OPTIONS = ("plan.batch_sizes=[1, 2]", "plan.shard_images=4", "output.encoders=1"
 TEN = {"id": [f"row {n}" for n in range(10)], "prompt": [f"prompt {n}" for n in range(10)]}
 
 
-def failing(*ids: str) -> Callable[[Job, Context], Generator]:
-    """A model that cannot make these rows."""
+def failing(*ids: str) -> Terms:
+    """With a model that cannot make these rows."""
 
     def behave(batch: Batch) -> list[Outcome]:
         return [Failure(row, "NotFinite", "NaN") if row.id in ids else image(batch, row) for row in batch.rows]
 
-    return lambda job, context: Scripted(behave)
+    return Terms(workforce=partial(work, opener=lambda job, context: Scripted(behave)))
 
 
 def ids(run: RunDirectory, table: str = "metadata") -> list[str]:
@@ -77,14 +76,14 @@ def test_failed_rows_are_tried_again_and_no_others(tmp_path: Path, output: str) 
     job = pattern_job(*OPTIONS, f"output.format={output}")
     manifest = write(tmp_path / "manifest", TEN)
     run = RunDirectory(tmp_path / "run")
-    ending = run_job(manifest, run.path, job, opener=failing("row 3", "row 7"))
+    ending = run_job(manifest, run.path, job, failing("row 3", "row 7"))
     assert (ending.exit_code, ending.balance.failed) == (3, 2)
     before, files = bookkeeping(run), runs.images(run.path)
     for cured, code in (("row 7", 3), ("", 0)):
         index = run.index()
         plans = append_rows(run, index, failed(run, index))
         assert not (run.path / SUCCESS).exists()
-        ending = run_planned(run, plans, job_of(run, plans), opener=failing(cured))
+        ending = run_planned(run, plans, job_of(run, plans), failing(cured))
         assert (ending.exit_code, ending.balance.failed) == (code, int(bool(cured)))
         assert ids(run, "failures") == [cured] * bool(cured)
         assert ids(run) == [one for one in TEN["id"] if one != cured]
@@ -129,7 +128,7 @@ def test_nothing_that_is_still_to_be_made_is_taken_over(memory: Path) -> None:
 
 def test_a_model_that_has_changed_is_not_used_for_a_retry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path / "run")
-    run_job(write(tmp_path / "manifest", TEN), run.path, pattern_job(*OPTIONS), opener=failing("row 3"))
+    run_job(write(tmp_path / "manifest", TEN), run.path, pattern_job(*OPTIONS), failing("row 3"))
     monkeypatch.setattr("batchgen.rundir.identity", lambda model, **options: {"unet": "another"})
     with pytest.raises(UsageError, match=r"model.file:unet: nothing there, another now"):
         job_of(run, run.index())
@@ -273,7 +272,7 @@ def test_two_appends_at_once_make_each_row_once(memory: Path) -> None:
     """Overtaken at each of its steps by another that does the same, and works it off."""
     job = pattern_job(*OPTIONS)
     settled = RunDirectory(memory / "settled")
-    run_job(write(memory / "manifest", TEN), settled.path, job, opener=failing("row 3", "row 7"))
+    run_job(write(memory / "manifest", TEN), settled.path, job, failing("row 3", "row 7"))
     for step in itertools.count(1, 3):
         path = memory / f"{step}"
         shutil.copytree(settled.path, path)
@@ -281,7 +280,7 @@ def test_two_appends_at_once_make_each_row_once(memory: Path) -> None:
         def overtake(path: Path = path) -> None:
             other = RunDirectory(path)
             plans = append_rows(other, other.index(), failed(other, other.index()))
-            run_planned(other, plans, job, opener=failing("row 7"))
+            run_planned(other, plans, job, failing("row 7"))
 
         files = Overtaken(step, overtake)
         run = RunDirectory(path, files)
@@ -303,7 +302,7 @@ def test_an_append_that_races_with_another_kind(memory: Path) -> None:
     """A retry that an extension overtakes at each of its steps, and the other way round: both come."""
     job = pattern_job(*OPTIONS)
     settled = RunDirectory(memory / "settled")
-    run_job(write(memory / "manifest", TEN), settled.path, job, opener=failing("row 3"))
+    run_job(write(memory / "manifest", TEN), settled.path, job, failing("row 3"))
     manifest = write(memory / "later", grown({}, 13))
 
     def retry(run: RunDirectory) -> None:
@@ -334,7 +333,7 @@ def test_an_append_that_races_with_another_kind(memory: Path) -> None:
 def test_a_machine_that_dies_at_any_change_of_an_append(memory: Path) -> None:
     job = pattern_job(*OPTIONS)
     settled = RunDirectory(memory / "settled")
-    run_job(write(memory / "manifest", TEN), settled.path, job, opener=failing("row 3"))
+    run_job(write(memory / "manifest", TEN), settled.path, job, failing("row 3"))
     manifest = write(memory / "later", grown({}, 12))
     for number in itertools.count(0, 3):
         run, has_died = RunDirectory(memory / f"{number}"), False
@@ -359,7 +358,7 @@ def test_a_finalizer_that_knows_one_plan_less(memory: Path) -> None:
     settled = RunDirectory(memory / "settled")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchgen.runner.finalize", lambda run, plan: None)
-        run_job(write(memory / "manifest", TEN), settled.path, job, opener=failing("row 3"))
+        run_job(write(memory / "manifest", TEN), settled.path, job, failing("row 3"))
     manifest = write(memory / "later", grown({}, 12))
     for step in itertools.count(1, 5):
         path = memory / f"{step}"
@@ -412,7 +411,7 @@ def test_workers_go_on_with_what_is_appended_while_they_run(tmp_path: Path) -> N
 def test_a_marker_names_the_plan_that_it_stands_for(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a finalizer puts just as a plan is appended stands for nothing."""
     run, job = RunDirectory(memory / "run"), pattern_job(*OPTIONS)
-    run_job(write(memory / "manifest", TEN), run.path, job, opener=failing("row 3"))
+    run_job(write(memory / "manifest", TEN), run.path, job, failing("row 3"))
     marker = (run.path / SUCCESS).read_bytes()
     index = run.index()
     append_rows(run, index, failed(run, index))

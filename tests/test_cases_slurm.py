@@ -16,7 +16,7 @@ from batchgen.making import Maker
 from batchgen.models.pattern import PatternGenerator
 from batchgen.records import Batch
 from batchgen.rundir import RunDirectory, open_run
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job
 from batchgen.slurm import task
 from batchgen.slurm.environment import Task, this_task
 from batchgen.timeleft import OUT_OF_TIME, TimeLeft
@@ -225,7 +225,7 @@ def made_in(
     source, left = runs.prompts(tmp_path / "m.parquet", 6), TimeLeft(limit_s, lambda: now)
     with monkeypatch.context() as patch:
         patch.setattr(PatternGenerator, "submit", slowly)
-        ending = run_job([source], tmp_path / "out", job, time_left=left, may_wait=may_wait)
+        ending = run_job([source], tmp_path / "out", job, Terms(may_wait, time_left=left))
     assert ending.exit_code == (75 if ending.balance.outstanding else 0)
     return ending.balance.done, ending.stopped_by
 

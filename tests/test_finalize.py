@@ -30,7 +30,7 @@ from batchgen.marker import SUCCESS, is_finished
 from batchgen.owners import this_process
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
-from batchgen.runner import run_job, run_planned
+from batchgen.runner import Terms, run_job, run_planned
 from batchgen.stopping import Stop
 from batchgen.verify import verify
 from tests.crashes import Crash, machine
@@ -164,7 +164,7 @@ def stopped(path: Path, format_name: str, num: int) -> tuple[RunDirectory, list[
         yield StopAfter(stop, num)
 
     job = pattern_job(*OPTIONS, f"output.format={format_name}")
-    ending = run_job(files, path / "run", job, stop=stop, progress=progress)
+    ending = run_job(files, path / "run", job, Terms(stop=stop, progress=progress))
     return RunDirectory(path / "run"), files, ending.balance
 
 

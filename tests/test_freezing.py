@@ -25,7 +25,7 @@ from batchgen.identity import Digests
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader, batches
 from batchgen.planner import Limits
-from batchgen.plans import freeze
+from batchgen.plans import Proposal, freeze
 from tests.crashes import Crash, machine
 from tests.plans import folder, planned
 
@@ -62,7 +62,7 @@ def test_rows_whose_digests_begin_alike_are_ordered_by_all_of_them(
 def frozen_at(root: Path, path: Path, num_rows: int) -> tuple[PlanIndex, list[pa.Table]]:
     one = planned(path, prompts(num_rows), overrides=SMALL)
     root.mkdir()
-    index = freeze(one.draft, root, FileSystem(), "pattern", {}, {}, one.rejections)
+    index = freeze(Proposal(one.draft, one.rejections, "pattern", {}, {}), root, FileSystem())
     reader = PlanReader(root, index)
     return index, [reader.shard(number) for number in index.shards]
 
@@ -110,12 +110,12 @@ def test_death_at_any_moment_leaves_a_whole_plan_or_none(
         has_died = False
         with machine(dies_at, is_after=is_after):
             try:
-                freeze(one.draft, root, FileSystem(), "pattern", {}, {}, one.rejections)
+                freeze(Proposal(one.draft, one.rejections, "pattern", {}, {}), root, FileSystem())
             except Crash:
                 has_died = True
         found = load_index(root, FileSystem())
         again = planned(tmp_path, columns, overrides=[*SMALL, "plan.on_bad_row=skip"])
-        index = freeze(again.draft, root, FileSystem(), "pattern", {}, {}, again.rejections)
+        index = freeze(Proposal(again.draft, again.rejections, "pattern", {}, {}), root, FileSystem())
         assert found in (None, index)
         reader = PlanReader(root, index)
         rows = [

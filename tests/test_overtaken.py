@@ -24,7 +24,7 @@ from batchgen.owners import mark, this_process
 from batchgen.plan_index import load_index
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory, open_run
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job
 from batchgen.verify import verify
 from tests.plans import folder, pattern_job, write
 from tests.processes import PROCESSES
@@ -148,7 +148,7 @@ def test_the_marker_of_a_run_that_another_finishes_meanwhile_stays(memory: Path)
         run_job(manifest, memory / "run", job)
         markers.append(marker.read_bytes())
 
-    assert run_job(manifest, memory / "run", job, on_opened=finish).exit_code == 0
+    assert run_job(manifest, memory / "run", job, Terms(on_opened=finish)).exit_code == 0
     assert markers == [marker.read_bytes()]
 
 

@@ -42,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in FORMATS:
         path = tmp_path_factory.mktemp(name)
         job = pattern_job(*OPTIONS, f"output.format={name}")
-        run_job(write(path / "manifest", TEN), path / "run", job, opener=failing("row 9"))
+        run_job(write(path / "manifest", TEN), path / "run", job, failing("row 9"))
         found[name] = path / "run"
     return found
 
@@ -87,7 +87,7 @@ def mended(run: RunDirectory) -> list[str]:
     """Verify, repair, work; the ids of rows that were made again, each checked to be there once."""
     pixels, before, files = runs.pixels(run.path), bookkeeping(run), runs_of(run)
     plans = repair(run, verify(run).damaged)
-    ending = run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    ending = run_planned(run, plans, job_of(run, plans), failing("row 9"))
     assert (ending.balance.done, ending.balance.failed, ending.balance.outstanding) == (9, 1, 0)
     assert verify(run).faults == ()
     assert is_finished(run)
@@ -223,7 +223,7 @@ def test_what_never_was_the_runs_is_left_alone(run: RunDirectory) -> None:
     damage(run, "row 1", flipped)
     (run.data / "foreign.png").write_bytes(b"mine")
     plans = repair(run, verify(run).damaged)
-    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    run_planned(run, plans, job_of(run, plans), failing("row 9"))
     assert [fault.place for fault in verify(run).faults] == ["data/foreign.png"]
     assert (run.data / "foreign.png").read_bytes() == b"mine"
 
@@ -232,7 +232,7 @@ def test_all_images_are_gone_with_their_folder(run: RunDirectory) -> None:
     pixels = runs.pixels(run.path)
     shutil.rmtree(run.data)
     plans = repair(run, verify(run).damaged)
-    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    run_planned(run, plans, job_of(run, plans), failing("row 9"))
     assert runs.pixels(run.path) == pixels
     assert verify(run).faults == ()
 
@@ -245,7 +245,7 @@ def test_a_part_waits_to_be_published_when_the_folder_of_all_is_removed(run: Run
     assert part.exists()
     assert not any(fault.place.startswith(f"data/{part.name}") for fault in found.faults)
     plans = repair(run, found.damaged)
-    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    run_planned(run, plans, job_of(run, plans), failing("row 9"))
     assert runs.pixels(run.path) == pixels
     assert verify(run).faults == ()
 
@@ -266,7 +266,7 @@ def test_arrow_holds_nothing_of_pythons(run: RunDirectory, monkeypatch: pytest.M
     monkeypatch.setattr(pa, "BufferReader", spy(pa.BufferReader))
     damage(run, "row 1", flipped)
     plans = repair(run, verify(run).damaged)
-    run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+    run_planned(run, plans, job_of(run, plans), failing("row 9"))
     kinds = {type(one) for one in sources}
     assert kinds <= {type(run.path), pa.OSFile, pa.Buffer, type(pa.BufferReader(pa.py_buffer(b"")))}, kinds
     assert {type(run.path), pa.OSFile, pa.Buffer} <= kinds
@@ -354,7 +354,7 @@ def test_a_machine_that_dies_at_any_change_of_a_repair(whole: dict[str, Path], m
             plans = repair(run, verify(run).damaged)
         else:
             plans = run.index()
-        ending = run_planned(run, plans, job_of(run, plans), opener=failing("row 9"))
+        ending = run_planned(run, plans, job_of(run, plans), failing("row 9"))
         assert (ending.balance.done, ending.balance.outstanding) == (9, 0)
         assert verify(run).faults == ()
         assert len(runs.check_images(run.path)) == 9
@@ -378,10 +378,10 @@ def test_a_mender_that_a_second_repair_overtakes(whole: dict[str, Path], memory:
 
         def overtake(run: RunDirectory = run) -> None:
             now = run.index()
-            run_planned(run, now, job_of(run, now), opener=failing("row 9"))
+            run_planned(run, now, job_of(run, now), failing("row 9"))
             damage(run, "row 2", flipped)
             now = repair(run, verify(run).damaged)
-            run_planned(run, now, job_of(run, now), opener=failing("row 9"))
+            run_planned(run, now, job_of(run, now), failing("row 9"))
 
         files = Overtaken(step, overtake)
         late = RunDirectory(path, files)

@@ -17,7 +17,7 @@ from batchgen.ledger import Ledger
 from batchgen.owners import this_process
 from batchgen.progress import Quiet
 from batchgen.rundir import RunDirectory
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job
 from batchgen.slurm import programs
 from batchgen.stopping import Stop
 from tests import runs
@@ -172,7 +172,8 @@ def make(out: Path, num: int) -> int:
 
     job = load_job(None, ["model.path=pattern", "plan.batch_sizes=[1]", "plan.shard_images=1"])
     source = out.parent / "m.parquet"
-    return run_job([source], out, job, stop=stop, progress=lambda balance: nullcontext(Counting())).balance.done
+    terms = Terms(stop=stop, progress=lambda balance: nullcontext(Counting()))
+    return run_job([source], out, job, terms).balance.done
 
 
 def test_held_shards_are_not_sent_for_again(slurm: Fakes, tmp_path: Path) -> None:

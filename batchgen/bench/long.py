@@ -27,7 +27,7 @@ from batchgen.errors import BatchgenError
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.progress import Quiet
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job
 from batchgen.stopping import Stop
 from batchgen.version import VERSION
 
@@ -168,7 +168,7 @@ def _measure(manifest: Path, out: Path, num_rows: int, output_format: str) -> li
         meters.append(_Meter(num_rows, stop))
         return nullcontext(meters[0])
 
-    run_job([manifest], out, load_job(None, _overrides(output_format)), stop=stop, progress=begin)
+    run_job([manifest], out, load_job(None, _overrides(output_format)), Terms(stop=stop, progress=begin))
     return meters[0].samples
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from batchgen.job import Job
 from batchgen.progress import Progress
 from batchgen.records import Batch
 from batchgen.rundir import Planned
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job, work
 from batchgen.stopping import Stop
 
 
@@ -183,10 +184,8 @@ class Bench:
                 [manifest],
                 Path(scratch) / "out",
                 self.job,
-                stop=stop,
+                Terms(stop=stop, progress=heard.listening, workforce=partial(work, opener=self._open)),
                 on_planned=self._keep_draft,
-                progress=heard.listening,
-                opener=self._open,
             )
         return heard
 

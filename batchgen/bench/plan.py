@@ -22,7 +22,7 @@ from batchgen.cores import usable_cores
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.plan_reader import PlanReader, batches
-from batchgen.plans import freeze
+from batchgen.plans import Proposal, freeze
 from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
 from batchgen.wording import counted, sized
@@ -102,7 +102,7 @@ def _measure(manifest: Path, root: Path) -> PlanBench:
     start = time.perf_counter()
     planned = plan_manifest([manifest], job)
     cut = time.perf_counter()
-    index = freeze(planned.draft, root, files, "pattern", job.model_dump(), {}, planned.rejections)
+    index = freeze(Proposal(planned.draft, planned.rejections, "pattern", job.model_dump(), {}), root, files)
     end = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     opened = time.perf_counter()

@@ -25,7 +25,7 @@ from batchgen.launcher import Seat, workforce
 from batchgen.ledger import Ledger
 from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
-from batchgen.runner import run_job
+from batchgen.runner import Terms, run_job
 from batchgen.wording import counted
 
 
@@ -86,7 +86,7 @@ def _run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say)
         with Display(balance.outstanding, 0, 0, num_workers=len(seats)) as display:
             yield display
 
-    ending = run_job([manifest], out, job, progress=shown, workforce=workforce(seats))
+    ending = run_job([manifest], out, job, Terms(progress=shown, workforce=workforce(seats)))
     whole_s = time.perf_counter() - started
     if ending.exit_code:
         raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")

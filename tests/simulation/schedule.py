@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -119,11 +119,13 @@ class Run(World):
             [],
             RUN,
             self.job,
-            may_wait=self.schedule.may_wait or is_last,
-            stop=process.stop,
-            opener=lambda job, context: SimulatedGenerator(),
+            self._terms(process, may_wait=self.schedule.may_wait or is_last),
         )
         self._check_ending(process, ending)
+
+    def _terms(self, process: Process, *, may_wait: bool) -> runner.Terms:
+        workforce = partial(runner.work, opener=lambda job, context: SimulatedGenerator())
+        return runner.Terms(may_wait, process.stop, workforce=workforce)
 
     def _check_ending(self, process: Process, ending: runner.Ending) -> None:
         left = ending.balance.outstanding
@@ -153,14 +155,8 @@ class Run(World):
             self.sleep(one.again_s)
         self.is_grown |= index is not None and one.kind == "extend"
         if index is not None and not one.is_plan_only:
-            ending = runner.run_planned(
-                run,
-                index,
-                self.job,
-                may_wait=self.schedule.may_wait,
-                stop=process.stop,
-                opener=lambda job, context: SimulatedGenerator(),
-            )
+            terms = self._terms(process, may_wait=self.schedule.may_wait)
+            ending = runner.run_planned(run, index, self.job, terms)
             self._check_ending(process, ending)
 
     def _ended(self, process: Process, error: BaseException | None) -> None:

@@ -139,11 +139,9 @@ Shards = Sequence[Sequence[str]]
 """Ids of rows by shard."""
 
 
-def written(
-    drafted: Any, folder: Any, files: Any, model: Any, job: Any, fingerprint: Any, bad: Any, after: PlanIndex | None
-) -> PlanIndex:
+def written(proposal: Any, folder: Any, files: Any) -> PlanIndex:
     """As `plans._written`."""
-    return write_plan(drafted.shards, folder, files, job, after)
+    return write_plan(proposal.draft.shards, folder, files, proposal.job, proposal.after)
 
 
 def write_plan(
