@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,28 +20,24 @@ import pyarrow.parquet as pq
 
 from batchgen.balance import Balance, take_balance
 from batchgen.card import card, image_folder_table
-from batchgen.disk import remove
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import resumable
-from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, Receipt, unstem
+from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import put_marker, remove_marker
-from batchgen.mending import content_of, mend, read_row_table, sweep_mended
+from batchgen.mending import content_of, mend, read_row_table
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
-from batchgen.owners import is_gone, mark, this_process
+from batchgen.owners import mark, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import REJECTED
 from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.spill import Reorder, part_bounds
+from batchgen.sweeping import sweep, sweep_left, withdraw
 from batchgen.version import VERSION
 
 _PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 METADATA = "metadata.parquet"
-ABANDONED_S = 24 * 3600.0
-"""Without a change, until what a process needed for a moment is nobody's any more."""
-_FLEETING = (".tmp", ".link")
-"""Of files right under `.run/` that a process needs for a moment."""
 _CHECKED = ("status", "file_name", "bytes", "sha256")
 """Columns of a row table that parts are held against."""
 
@@ -109,14 +105,14 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
     for receipt in receipts:
         publish(run, receipt)
     mend(run, index, ledger)
-    _withdraw(run, ledger)
+    withdraw(run, ledger)
     # Before the parts are looked for: opening a folder also makes NFS forget which names it saw absent there.
     try:
         run.files.sync_folder(run.data)
     except FileNotFoundError as error:
         raise BatchgenError(f"{run.data} is missing; `batchgen verify --repair` has its images made again") from error
     with _scratch(run) as scratch:
-        _sweep_left(run, scratch)
+        sweep_left(run, scratch)
         sources = _sources(run, index, receipts, ledger)
         tables = _write_tables(index, sources, scratch, is_partial=is_partial)
         digests = {name: run.files.digest(temp) for name, temp in tables.items()}
@@ -125,7 +121,7 @@ def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balan
         if not is_partial:
             _close(run, index, balance, digests, scratch)
     if not is_partial:
-        _sweep(run, index, ledger)
+        sweep(run, index, ledger)
     return balance
 
 
@@ -146,25 +142,6 @@ def _scratch(run: RunDirectory) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _sweep_left(run: RunDirectory, scratch: Path) -> None:
-    """Remove what processes needed for a moment that were killed in it: they are known to be gone, or have changed
-    nothing for so long, by the file system's clock, that they are taken for dead."""
-    me, now_s, claims = this_process(), _changed_s(run, scratch), run.root / "claims"
-    names = run.files.names(run.root)
-    left = [run.root / name for name in names if name.startswith("finalize-") or name.endswith(_FLEETING)]
-    left += [claims / name for name in run.files.names(claims) if name.startswith("now.")]
-    for path in left:
-        if path != scratch and (is_gone(path.name, me) or now_s - _changed_s(run, path) > ABANDONED_S):
-            remove(path)
-
-
-def _changed_s(run: RunDirectory, path: Path) -> float:
-    """When a file, or anything in a folder, was changed last; never, if it is not there any more."""
-    within = [path / name for name in run.files.names(path)] if run.files.is_folder(path) else []
-    found = [run.files.stat(one) for one in (path, *within)]
-    return max((one.mtime_s for one in found if one), default=float("inf"))
 
 
 def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
@@ -243,17 +220,6 @@ def _in_order(sources: _Sources, scratch: Path) -> Iterator[pa.Table]:
     yield from spilled.parts()
 
 
-def _withdraw(run: RunDirectory, ledger: Ledger) -> None:
-    """Take out of `data/` what lies there under the name of an epoch that was not committed."""
-    for name in run.files.names(run.data):
-        place = unstem(Path(name).stem)
-        receipt = None if place is None else ledger.receipt(*place)
-        if receipt is not None and receipt.part != name:
-            run.files.make_folder(run.root / "withdrawn")
-            with suppress(FileNotFoundError):  # Another finalize was first.
-                run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
-
-
 def _close(
     run: RunDirectory, index: PlanIndex, balance: Balance, tables: Mapping[str, tuple[int, str]], scratch: Path
 ) -> None:
@@ -289,24 +255,3 @@ def _close(
         "version": VERSION,
     }
     put_marker(run, facts, digests)
-
-
-def _sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
-    """Remove what no slot will ever name: parts of epochs whose receipt is something else, temporary files whose
-    slot exists, plans that lost."""
-    work = run.root / "work"
-    for name in run.files.names(work):
-        place = unstem(name.split(".")[0])
-        # A part of a plan that was appended meanwhile may be committed and not yet published.
-        receipt = ledger.receipt(*place) if place is not None and place[0] in index.shards else None
-        if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
-            remove(work / name)
-    for folder in (run.root / "claims", run.root / "receipts", run.plans):
-        names = frozenset(run.files.names(folder))
-        for name in names:
-            is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in names
-            number, dash, _ = name.partition("-")
-            is_lost = folder == run.plans and dash and number.isdecimal() and int(number) <= index.number
-            if is_temp or (is_lost and name not in index.folders):
-                remove(folder / name)
-    sweep_mended(run, index)

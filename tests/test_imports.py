@@ -42,7 +42,7 @@ LAYERS = [
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report starts presence
-    mending appending
+    mending appending sweeping
     epoch finalize verify
     repairing
     worker saying slurm.script

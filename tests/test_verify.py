@@ -331,6 +331,6 @@ def test_a_finalize_whose_run_directory_vanishes_says_so(
         run.path.rename(tmp_path / "elsewhere")
         raise BatchgenError("a part is missing")
 
-    monkeypatch.setattr("batchgen.finalize._withdraw", vanish)
+    monkeypatch.setattr("batchgen.finalize.withdraw", vanish)
     with pytest.raises(Interrupted, match=r"the run directory is not there any more \(a part is missing\)"):
         finalize(run)

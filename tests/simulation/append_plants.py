@@ -150,8 +150,8 @@ def sweeps_unknown(patch: pytest.MonkeyPatch) -> None:
     def sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
         real(run, Everything(**{field.name: getattr(index, field.name) for field in fields(index)}), ledger)
 
-    real = finalize._sweep
-    patch.setattr(finalize, "_sweep", sweep)
+    real = finalize.sweep
+    patch.setattr(finalize, "sweep", sweep)
 
 
 @plant("finalize counts before it lists the plans")

@@ -1,6 +1,6 @@
 """The product's modules put into the simulated world.
 
-What runs as it is: FileSystem's own steps, Ledger, Worker, Epoch, Heart, Maker, `publish`, the order and sweep of
+What runs as it is: FileSystem's own steps, Ledger, Worker, Epoch, Heart, Maker, `publish`, `sweeping`, the order of
 `finalize`, the balance, `run_job`, `freeze`, and all that appends plans and mends parts. What is stood in for, at its
 own interface and with the same steps on the disk (a test holds the two equal, but for appends): PartWriter,
 `write_table`, `disk.remove`, the files of a plan, a part written anew, the tables of `finalize`.
@@ -34,6 +34,7 @@ from batchgen import (
     repairing,
     rundir,
     runner,
+    sweeping,
     worker,
 )
 from batchgen.plan_index import PlanIndex
@@ -42,10 +43,13 @@ from tests.simulation.world import World
 
 PATCHES: list[tuple[Any, str, Any]] = [
     *((module, "time", system.CLOCK) for module in (ledger, worker, epoch, making)),
-    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, mending, plans, repairing)),
-    *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner)),
+    *(
+        (module, "secrets", system.SECRETS)
+        for module in (filesystem, finalize, marker, mending, plans, repairing, sweeping)
+    ),
+    *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner, sweeping)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
-    *((module, "remove", files.remove) for module in (disk, epoch, finalize, mending, plans, repairing)),
+    *((module, "remove", files.remove) for module in (disk, epoch, mending, plans, repairing, sweeping)),
     *((module, "part_table", appends.part_table) for module in (mending, repairing)),
     *((module, "rewrite", appends.rewrite) for module in (mending, repairing)),
     (mending, "read_row_table", work.read_table),

@@ -287,7 +287,7 @@ def published_before_receipt(patch: pytest.MonkeyPatch) -> None:
             return receipt
 
     patch.setattr(worker, "Epoch", Eager)
-    patch.setattr(finalize, "_withdraw", lambda run, ledger: None)
+    patch.setattr(finalize, "withdraw", lambda run, ledger: None)
 
 
 @plant("_SUCCESS before the tables")
@@ -296,8 +296,8 @@ def success_before_tables(patch: pytest.MonkeyPatch) -> None:
         put_marker(run, {}, {})
         real(run, ledger)
 
-    real = finalize._withdraw
-    patch.setattr(finalize, "_withdraw", withdraw)
+    real = finalize.withdraw
+    patch.setattr(finalize, "withdraw", withdraw)
 
 
 @plant("_SUCCESS upon a receipt that its putter has not synced")
@@ -373,8 +373,8 @@ def sweep_before_receipt(patch: pytest.MonkeyPatch) -> None:
             if name.split(".")[0] not in named:
                 disk.remove(run.root / "work" / name)
 
-    real = finalize._withdraw
-    patch.setattr(finalize, "_withdraw", withdraw)
+    real = finalize.withdraw
+    patch.setattr(finalize, "withdraw", withdraw)
 
 
 @plant("receipts read twice by finalize")
