@@ -1,4 +1,4 @@
-"""What parts need of the disk beside `filesystem`: files hashed as they are written, tables, whole folders.
+"""What parts need of the disk beside `filesystem`: files hashed as they are written, and tables.
 
 All errors of the disk leave as `filesystem.resumable` names them: they stop the run and are never a row's
 failure.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import secrets
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,19 +73,7 @@ def write_table(path: Path, table: pa.Table) -> str:
         except BaseException:
             with suppress(OSError):  # Closing writes what is still buffered.
                 file.close()
-            remove(path)
+            FILES.remove(path)
             raise
         FILES.sync_folder(path.parent)
     return file.hexdigest()
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a whole folder, if it is there. Another process may be doing the same, or still be writing
-    into the folder: it loses its name first, so that nothing new is made in it."""
-    with resumable(path), suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            nameless = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-            os.rename(path, nameless)
-            shutil.rmtree(nameless)
-        else:
-            path.unlink()

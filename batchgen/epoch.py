@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from batchgen.disk import remove, write_table
+from batchgen.disk import write_table
 from batchgen.encoders import EncoderPool
 from batchgen.errors import BatchgenError
 from batchgen.generator import Dropped, Pending
@@ -194,7 +194,7 @@ class Epoch:
         made, failed = self._counted
         self._count(-made, -failed)
         self._part.discard()
-        remove(place.ledger.table_path(self._shard, self._number))
+        place.ledger.files.remove_any(place.ledger.table_path(self._shard, self._number))
 
 
 def clear_work(ledger: Ledger, shard: int, epoch: int) -> None:
@@ -202,4 +202,4 @@ def clear_work(ledger: Ledger, shard: int, epoch: int) -> None:
     the room."""
     for name in ledger.files.names(ledger.root / "work"):
         if name.split(".")[0] == stem(shard, epoch):
-            remove(ledger.root / "work" / name)
+            ledger.files.remove_any(ledger.root / "work" / name)

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -95,7 +96,7 @@ class FileSystem:
     """The real one.
 
     The first calls, down to `probe`, say in which order things are done. They reach the disk by the others, one
-    system call each (a new file: three), which a simulation overrides.
+    system call each (a new file: three; a whole folder: many), which a simulation overrides.
     """
 
     def put_if_absent(self, path: Path, content: bytes) -> bool:
@@ -176,6 +177,17 @@ class FileSystem:
                 self.sync(source)
             self.rename(source, target)
             self.sync_folder(target.parent)
+
+    def remove_any(self, path: Path) -> None:
+        """Remove a file or a whole folder, if it is there. Another process may be doing the same, or still be writing
+        into the folder: it loses its name first, so that nothing new is made in it."""
+        with resumable(path), suppress(FileNotFoundError):
+            if not self.is_link(path) and self.is_folder(path):
+                nameless = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+                self.rename(path, nameless)
+                self.remove_folder(nameless)
+            else:
+                self.unlink(path)
 
     def is_folder(self, path: Path) -> bool:
         found = self.stat(path)
@@ -268,6 +280,14 @@ class FileSystem:
         """Remove a file if it is there."""
         with resumable(path):
             path.unlink(missing_ok=True)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; raises OSError as it comes, FileNotFoundError where there is none."""
+        path.unlink()
+
+    def remove_folder(self, path: Path, *, ignore_errors: bool = False) -> None:
+        """Remove a folder with all that is in it; raises OSError as it comes."""
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
     def sync(self, path: Path) -> None:
         """Make a file's content durable."""

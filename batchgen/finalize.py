@@ -6,7 +6,6 @@ Any worker that finds all rows settled does this, or a person does; two at once 
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -141,7 +140,7 @@ def _scratch(run: RunDirectory) -> Iterator[Path]:
             "is lost. Run the same command again"
         ) from error
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        run.files.remove_folder(path, ignore_errors=True)
 
 
 def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchgen.disk import remove
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.filesystem import readable, resumable
 from batchgen.formats import CONTAINERS, Member, folder_digest
@@ -110,12 +109,12 @@ def _bring_in(run: RunDirectory, slot: _Slot, path: Path) -> None:
 def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path) -> None:
     """Remove a whole part. A folder leaves `data/` first, in which nothing of it may be left by one that dies here."""
     if run.files.is_link(path) or not run.files.is_folder(path):
-        remove(path)
+        run.files.remove_any(path)
         return
     aside = run.root / "mended" / f"{receipt.stem}.{index.number}.{secrets.token_hex(8)}"
     with suppress(FileNotFoundError):  # Another was first.
         run.files.replace(path, aside)
-    remove(aside)
+    run.files.remove_any(aside)
 
 
 def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:
@@ -124,7 +123,7 @@ def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, r
     own = {Path(name).name for name in whole["file_name"].to_pylist() if name}
     for name in run.files.names(folder):
         if name in own - keep:
-            remove(folder / name)
+            run.files.remove_any(folder / name)
     if run.files.is_folder(folder):
         run.files.sync_folder(folder)
 
@@ -145,7 +144,7 @@ def _put(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Table,
     file = run.root / "mended" / f"{slot_path.name}.{token}{Path(receipt.part).suffix}"
     content = rewrite(run, index, receipt, table, file)
     if not run.files.put_if_absent(slot_path, _slot_bytes(token, file.name, content)):
-        remove(file)
+        run.files.remove_any(file)
     slot = _read(run, slot_path)
     if slot is None:
         raise BatchgenError(f"{slot_path} cannot be read; remove it if no worker is running")
@@ -168,7 +167,7 @@ def rewrite(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: pa.Tab
             content = Content(*container.close())
         except BaseException:
             container.abort()
-            remove(target)
+            run.files.remove_any(target)
             raise
         run.files.sync_folder(target.parent)
     return content
@@ -215,7 +214,7 @@ def sweep_mended(run: RunDirectory, index: PlanIndex) -> None:
     for name in run.files.names(run.root / "mended"):
         _, *words = name.split(".")
         if len(words) > 1 and words[0].isdecimal() and int(words[0]) <= index.number:
-            remove(run.root / "mended" / name)
+            run.files.remove_any(run.root / "mended" / name)
 
 
 def _slot_path(run: RunDirectory, receipt: Receipt, plan: int) -> Path:

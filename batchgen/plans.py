@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.disk import remove
 from batchgen.drafts import Draft, new_rows, row_schema
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem, resumable
@@ -95,12 +94,12 @@ def put_plan(root: Path, files: FileSystem, number: int, write: Callable[[Path],
     except Exception:
         # No index names it; a disk that is full has better use for its room.
         with suppress(Interrupted):
-            remove(folder)
+            files.remove_any(folder)
         raise
     else:
         if files.put_if_absent(slot, index.to_bytes(token)):
             return _existing(root, files)
-    remove(folder)
+    files.remove_any(folder)
     return _existing(root, files)
 
 

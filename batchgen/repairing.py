@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Iterable
 
 from batchgen.appending import append_rows
-from batchgen.disk import remove
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger
 from batchgen.marker import remove_marker
@@ -57,5 +56,5 @@ def _restore(run: RunDirectory, index: PlanIndex, ledger: Ledger, one: Checked) 
     if is_same:
         run.files.replace(temp, target)
     else:
-        remove(temp)
+        run.files.remove_any(temp)
     return is_same

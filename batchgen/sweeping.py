@@ -9,7 +9,6 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from batchgen.disk import remove
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, unstem
 from batchgen.mending import sweep_mended
 from batchgen.owners import is_gone, this_process
@@ -42,7 +41,7 @@ def sweep_left(run: RunDirectory, scratch: Path) -> None:
     left += [claims / name for name in run.files.names(claims) if name.startswith("now.")]
     for path in left:
         if path != scratch and (is_gone(path.name, me) or now_s - _changed_s(run, path) > ABANDONED_S):
-            remove(path)
+            run.files.remove_any(path)
 
 
 def sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
@@ -54,7 +53,7 @@ def sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
         # A part of a plan that was appended meanwhile may be committed and not yet published.
         receipt = ledger.receipt(*place) if place is not None and place[0] in index.shards else None
         if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
-            remove(work / name)
+            run.files.remove_any(work / name)
     for folder in (run.root / "claims", run.root / "receipts", run.plans):
         names = frozenset(run.files.names(folder))
         for name in names:
@@ -62,7 +61,7 @@ def sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
             number, dash, _ = name.partition("-")
             is_lost = folder == run.plans and dash and number.isdecimal() and int(number) <= index.number
             if is_temp or (is_lost and name not in index.folders):
-                remove(folder / name)
+                run.files.remove_any(folder / name)
     sweep_mended(run, index)
 
 

@@ -42,7 +42,7 @@ class PartWriter:
         self._pool = pool
         container = CONTAINERS[output.format]
         self._path = work_dir / f"{stem}{container.suffix}"
-        disk.remove(self._path)
+        disk.FILES.remove_any(self._path)
         with resumable(self._path):
             self._container: Container = container(self._path, shard, model)
         self._num_added = 0
@@ -83,7 +83,7 @@ class PartWriter:
         self._wait()
         with suppress(OSError):  # Closing writes what is still buffered; a full disk refuses that too.
             self._container.abort()
-        disk.remove(self._path)
+        disk.FILES.remove_any(self._path)
 
     def _encode(self, place: int, image: Image) -> None:
         outcome: Member | Failure | None = None

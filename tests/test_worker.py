@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from batchgen import codec, heart, worker
 from batchgen.cost import Measurement
-from batchgen.disk import remove
+from batchgen.disk import FILES
 from batchgen.encoders import EncoderPool
 from batchgen.epoch import Workplace
 from batchgen.errors import Interrupted, RowError, UsageError
@@ -493,7 +493,7 @@ def test_an_owner_that_wakes_after_its_epoch_was_swept_goes_on_with_what_is_left
         if len(generator.asked) == 3:
             assert one.plan.ledger().abandon(0, 0)
             for name in one.left_in_work():
-                remove(work / name)
+                FILES.remove_any(work / name)
 
     generator = Scripted(pause)
     one.work(generator, may_wait=True)

@@ -13,7 +13,6 @@ from batchgen import appending, epoch, finalize, marker, mending, plans, publish
 from batchgen.ledger import Ledger
 from batchgen.plan_index import PlanIndex
 from batchgen.rundir import RunDirectory
-from tests.simulation import files as disk
 from tests.simulation import work
 from tests.simulation.files import SimulatedFiles
 from tests.simulation.plants import PLANTS, plant
@@ -94,7 +93,7 @@ def not_mended(patch: pytest.MonkeyPatch) -> None:
 
 @plant("a folder is taken out of data/ under another name in it")
 def left_in_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mending, "_take_out", lambda run, index, receipt, path: disk.remove(path))
+    patch.setattr(mending, "_take_out", lambda run, index, receipt, path: run.files.remove_any(path))
 
 
 @plant("what a plan left of a part is brought in though a later plan has overtaken it")

@@ -21,7 +21,7 @@ from batchgen.publish import published
 from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import Checked
-from tests.simulation.files import digest, my_files, remove
+from tests.simulation.files import digest, my_files
 from tests.simulation.work import RowTable, Shards, SimulatedReader, base_shards, drafted, read_table, write_plan
 from tests.simulation.world import World
 
@@ -127,7 +127,7 @@ def rewrite(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: RowTab
             files.append(file, target, content)
             files.sync_open(file, target)
         except BaseException:
-            remove(target)
+            files.remove_any(target)
             raise
         files.sync_folder(target.parent)
     return Content(len(content), digest(content))

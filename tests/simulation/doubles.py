@@ -3,7 +3,7 @@
 What runs as it is: FileSystem's own steps, Ledger, Worker, Epoch, Heart, Maker, `publish`, `sweeping`, the order of
 `finalize`, the balance, `run_job`, `freeze`, and all that appends plans and mends parts. What is stood in for, at its
 own interface and with the same steps on the disk (a test holds the two equal, but for appends): PartWriter,
-`write_table`, `disk.remove`, the files of a plan, a part written anew, the tables of `finalize`.
+`write_table`, the files of a plan, a part written anew, the tables of `finalize`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import pytest
 from batchgen import (
     appending,
     balance,
-    disk,
     epoch,
     filesystem,
     finalize,
@@ -49,7 +48,6 @@ PATCHES: list[tuple[Any, str, Any]] = [
     ),
     *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner, sweeping)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
-    *((module, "remove", files.remove) for module in (disk, epoch, mending, plans, repairing, sweeping)),
     *((module, "part_table", appends.part_table) for module in (mending, repairing)),
     *((module, "rewrite", appends.rewrite) for module in (mending, repairing)),
     (mending, "read_row_table", work.read_table),
@@ -82,7 +80,6 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (finalize, "_sources", work.sources),
     (finalize, "_write_tables", work.write_tables),
     (finalize, "card", lambda **facts: json.dumps([facts["num_images"], facts["num_failed"]])),
-    (finalize, "shutil", SimpleNamespace(rmtree=files.remove_tree)),
 ]
 
 

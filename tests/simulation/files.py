@@ -195,6 +195,20 @@ class SimulatedFiles(FileSystem):
         if after:
             raise after
 
+    def unlink(self, path: Any) -> None:
+        self.world.step("remove", path)
+        self.storage.unlink(path)
+
+    def remove_folder(self, path: Any, *, ignore_errors: bool = False) -> None:
+        try:
+            for name in self.names(path):
+                self.unlink(path / name)
+            self.world.step("rmdir", path)
+            self.storage.rmdir(path)
+        except (OSError, BatchgenError):
+            if not ignore_errors:
+                raise
+
     @told
     def sync(self, path: Any) -> None:
         self.sync_open(self.storage.file(path), path)
@@ -213,33 +227,6 @@ def my_files() -> SimulatedFiles:
     return World.now.files(World.now.me.process)
 
 
-def remove(path: Any) -> None:
-    """As `disk.remove`: a folder loses its name first."""
-    files = my_files()
-    with resumable(path), suppress(FileNotFoundError):
-        if files.is_folder(path):
-            nameless = path.with_name(f"{path.name}.{World.now.token()}.tmp")
-            files.rename(path, nameless)
-            remove_tree(nameless)
-        else:
-            World.now.step("remove", path)
-            files.storage.unlink(path)
-
-
-def remove_tree(path: Any, *, ignore_errors: bool = False) -> None:
-    """As `shutil.rmtree`."""
-    files = my_files()
-    try:
-        for name in files.names(path):
-            World.now.step("remove", path / name)
-            files.storage.unlink(path / name)
-        World.now.step("rmdir", path)
-        files.storage.rmdir(path)
-    except (OSError, BatchgenError):
-        if not ignore_errors:
-            raise
-
-
 def write_table(path: Any, table: bytes) -> str:
     """As `disk.write_table`: what has the name loses it first."""
     files = my_files()
@@ -253,8 +240,7 @@ def write_table(path: Any, table: bytes) -> str:
 
 def create_anew(files: SimulatedFiles, path: Any) -> File:
     if files.storage.get(path) is not None:
-        World.now.step("remove", path)
-        files.storage.unlink(path)
+        files.unlink(path)
     return files.create(path)
 
 

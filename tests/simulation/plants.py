@@ -371,7 +371,7 @@ def sweep_before_receipt(patch: pytest.MonkeyPatch) -> None:
         named = {stem_of(one.shard, one.epoch) for one in ledger.committed(run.index().shards)}
         for name in run.files.names(run.root / "work"):
             if name.split(".")[0] not in named:
-                disk.remove(run.root / "work" / name)
+                run.files.remove_any(run.root / "work" / name)
 
     real = finalize.withdraw
     patch.setattr(finalize, "withdraw", withdraw)

@@ -18,7 +18,7 @@ from batchgen.mending import content_of
 from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, Replaced
 from batchgen.plans import Base
 from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Written
-from tests.simulation.files import digest, my_files, remove
+from tests.simulation.files import digest, my_files
 from tests.simulation.world import World
 
 GROUP = Group(64, 64, True, 0, "form")
@@ -35,7 +35,7 @@ class SimulatedPartWriter:
         self._images: list[Written] = []
         self._failures: list[Failure] = []
         self._contents: dict[str, bytes] = {}
-        remove(self._path)
+        self._files.remove_any(self._path)
         with resumable(self._path):
             self._file = None if self._is_folder else self._files.create(self._path)
             if self._is_folder:
@@ -72,7 +72,7 @@ class SimulatedPartWriter:
         return Part(self._path, len(content), digest(content), tuple(self._images), tuple(self._failures))
 
     def discard(self) -> None:
-        remove(self._path)
+        self._files.remove_any(self._path)
 
 
 def made_of(image: Image, file_name: str, data: bytes) -> Written:
