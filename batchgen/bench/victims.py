@@ -141,7 +141,6 @@ def _live(words: tuple[str, ...], out: Path, folder: Path, order: Order | None) 
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # Its own has a semaphore, which a killed process leaves behind.
-    starts.MOST = sys.maxsize  # It is the bench that kills them.
     _Witness(out, folder, order).watch()
     sys.argv = ["batchgen", *words]
     runpy.run_module("batchgen", run_name="__main__")
@@ -159,7 +158,9 @@ class _Witness:
         self._lock = threading.Lock()
 
     def watch(self) -> None:
-        """Replace the calls, for the rest of the process."""
+        """Replace the calls, for the rest of the process, and lift the limit of starts for nothing: these are killed
+        on purpose, and a user has no use for an option that says so."""
+        starts.MOST = sys.maxsize
         for name in _CALLS:
             setattr(os, name, self._watched(name, getattr(os, name)))
         put, submit = FileSystem.put_if_absent, PatternGenerator.submit
