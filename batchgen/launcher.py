@@ -144,7 +144,7 @@ class Crew:
                 has_ended = child.process.poll() is not None
                 self._hear(seat, child)
                 if has_ended:
-                    self._bury(seat, child)
+                    self._handle_end(seat, child)
 
     def _hear(self, seat: Seat, child: Child) -> None:
         for line in child.counts.take():
@@ -201,7 +201,7 @@ class Crew:
             time.sleep(POLL_S)
         self._kill("because it did not stop")
 
-    def _bury(self, seat: Seat, child: Child) -> None:
+    def _handle_end(self, seat: Seat, child: Child) -> None:
         """Say how a process ended, take back what it made and did not commit, and replace it if it crashed."""
         child.close()
         del self._at_work[seat]

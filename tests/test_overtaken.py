@@ -111,6 +111,14 @@ def settled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return path / "run"
 
 
+def finalized(settled: Path, path: Path) -> RunDirectory:
+    """A copy of a settled run, finalized by one process alone."""
+    run = RunDirectory(path)
+    shutil.copytree(settled, path)
+    finalize(run)
+    return run
+
+
 def number_of(request: pytest.FixtureRequest) -> int:
     """Of the format of a settled run."""
     return FORMATS.index(request.node.callspec.params["settled"])
@@ -120,9 +128,7 @@ def test_two_finalizers_at_once_write_what_one_writes(
     settled: Path, memory: Path, request: pytest.FixtureRequest
 ) -> None:
     """Each format at every third step of its own: what is overtaken there hardly depends on the format."""
-    undisturbed = RunDirectory(memory / "0" / "run")
-    shutil.copytree(settled, undisturbed.path)
-    finalize(undisturbed)
+    undisturbed = finalized(settled, memory / "0" / "run")
     assert contents(undisturbed)
     for step in itertools.count(1 + number_of(request), 3):
         path = memory / f"{step}" / "run"
@@ -272,9 +278,7 @@ def test_a_finalizer_that_was_taken_for_dead_says_so_and_harms_nothing(
     settled: Path, memory: Path, request: pytest.FixtureRequest
 ) -> None:
     """It slept for days, say, and another one finished the run."""
-    undisturbed = RunDirectory(memory / "0" / "run")
-    shutil.copytree(settled, undisturbed.path)
-    finalize(undisturbed)
+    undisturbed = finalized(settled, memory / "0" / "run")
     num_swept = 0
     for step in itertools.count(1 + 3 * number_of(request), 3 * len(FORMATS)):
         run = RunDirectory(memory / f"{step}" / "run")

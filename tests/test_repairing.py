@@ -27,6 +27,7 @@ from batchgen.runner import run_job, run_planned
 from batchgen.verify import verify
 from tests import runs
 from tests.crashes import Crash, machine
+from tests.damage import emptied, flipped, truncated
 from tests.plans import folder, pattern_job, write
 from tests.shards import FORMATS
 from tests.test_appending import bookkeeping, failing
@@ -69,18 +70,6 @@ def damage(run: RunDirectory, row_id: str, change: Callable[[bytes], bytes]) -> 
     else:
         content = path.parent.read_bytes()
         path.parent.write_bytes(content.replace(image, change(image).ljust(len(image), b"\0")))
-
-
-def truncated(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def emptied(data: bytes) -> bytes:
-    return b""
-
-
-def flipped(data: bytes) -> bytes:
-    return data[:60] + bytes([data[60] ^ 1]) + data[61:]
 
 
 def mended(run: RunDirectory) -> list[str]:

@@ -25,6 +25,7 @@ from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
 from tests import runs as commands
+from tests.damage import emptied, flipped, truncated
 from tests.plans import finished
 from tests.shards import FORMATS
 
@@ -74,18 +75,6 @@ def test_a_part_that_is_published_meanwhile_is_not_foreign(run: RunDirectory) ->
 
     assert not [one for one in verify(run, publish).faults if "foreign" in one.what]
     assert part.exists()
-
-
-def truncated(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def emptied(data: bytes) -> bytes:
-    return b""
-
-
-def flipped(data: bytes) -> bytes:
-    return data[:60] + bytes([data[60] ^ 1]) + data[61:]
 
 
 @pytest.mark.parametrize(

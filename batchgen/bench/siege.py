@@ -71,8 +71,8 @@ class Targets:
 
 
 @dataclass(slots=True)
-class Hunted:
-    """A worker and what is to become of it."""
+class Running:
+    """A worker that runs, and what is to become of it."""
 
     victim: Victim
     order: Order
@@ -97,7 +97,7 @@ class Hunted:
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class Ended:
     """A worker that has ended."""
 
     victim: Victim
@@ -121,11 +121,11 @@ class Siege:
     on_kill: Callable[[], object]
     kills: Counter[tuple[signal.Signals, bool]] = field(default_factory=Counter)
     """By signal, and whether at a step."""
-    dead: list[Dead] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
     longest_drain_s: float = 0.0
     """From a SIGTERM to the end of its worker."""
     problems: list[str] = field(default_factory=list)
-    _hunted: list[Hunted] = field(default_factory=list)
+    _running: list[Running] = field(default_factory=list)
     _victims: list[Victim] = field(default_factory=list)
     """All that were started."""
 
@@ -133,9 +133,9 @@ class Siege:
         """One worker after another dies at the next step that none has died at, until the run is finished."""
         with self._leaving_none():
             for order in self.targets.left():
-                one = Hunted(self._victim(order), order, 0.0, counts_from_claim=False)
+                one = Running(self._victim(order), order, 0.0, counts_from_claim=False)
                 self._await_end([one.victim])
-                self._bury(one)
+                self._record_end(one)
                 self.targets.misses[order.step, order.is_after] += 1
                 if is_finished(self.run) or self.problems:
                     break
@@ -161,11 +161,11 @@ class Siege:
                 one.send(signal.SIGKILL)
 
     def _start(self) -> None:
-        while len(self._hunted) < self.num_workers:
+        while len(self._running) < self.num_workers:
             order = self.targets.draw(self.random)
             until_s = _PATIENCE_S if order.step else self.random.uniform(0.0, _MOMENT_S)
             counts_from_claim = self.random.random() < _AT_WORK
-            self._hunted.append(Hunted(self._victim(order), order, until_s, counts_from_claim))
+            self._running.append(Running(self._victim(order), order, until_s, counts_from_claim))
 
     def _victim(self, order: Order | None) -> Victim:
         folder = self.folder / f"worker-{len(self._victims) + 1}"
@@ -173,10 +173,10 @@ class Siege:
         return self._victims[-1]
 
     def _tend(self) -> None:
-        for one in list(self._hunted):
+        for one in list(self._running):
             if one.victim.exit_code is not None:
-                self._hunted.remove(one)
-                self._bury(one)
+                self._running.remove(one)
+                self._record_end(one)
             elif one.victim.is_stopped:
                 self._wake(one)
             elif one.sent_at is None and one.is_due:
@@ -186,7 +186,7 @@ class Siege:
                 self._complain(one.victim, f"has not ended {_DRAIN_S:.0f} s after its signal")
                 one.victim.send(signal.SIGKILL)
 
-    def _wake(self, one: Hunted) -> None:
+    def _wake(self, one: Running) -> None:
         """Let a stopped worker go on when others have taken it for dead, to meet another end."""
         now = time.monotonic()
         if one.order.signal != signal.SIGSTOP:
@@ -200,7 +200,7 @@ class Siege:
             one.order, one.stopped_at, one.was_stopped, one.sent_at = Order(number, ""), None, True, None
             one.until_s, one.counts_from_claim = one.victim.age_s + self.random.uniform(0.0, 2 * _MOMENT_S), False
 
-    def _bury(self, one: Hunted) -> None:
+    def _record_end(self, one: Running) -> None:
         log, code, order, is_sent = one.victim.log(), one.victim.exit_code, one.order, one.sent_at is not None
         self.targets.learn(log.steps)
         is_at_step = not is_sent and bool(order.step) and log.steps.count(order.step) >= order.visit
@@ -216,21 +216,21 @@ class Siege:
                 self.targets.hits[order.step, order.is_after] += 1
             if order.signal == signal.SIGTERM and one.sent_at is not None:
                 self.longest_drain_s = max(self.longest_drain_s, time.monotonic() - one.sent_at)
-        self.dead.append(Dead(one.victim, log, order.signal if has_come else None, one.was_stopped))
+        self.ended.append(Ended(one.victim, log, order.signal if has_come else None, one.was_stopped))
 
     def _count(self, number: signal.Signals, *, is_at_step: bool) -> None:
         self.kills[number, is_at_step] += 1
         self.on_kill()
 
     def _kill_all(self) -> None:
-        for one in self._hunted:
+        for one in self._running:
             one.victim.send(signal.SIGKILL)
-        self._await([one.victim for one in self._hunted], _DRAIN_S)
-        for one in self._hunted:
+        self._await([one.victim for one in self._running], _DRAIN_S)
+        for one in self._running:
             if one.victim.exit_code == -signal.SIGKILL:
                 one.order, one.sent_at = Order(signal.SIGKILL, ""), time.monotonic()
-            self._bury(one)
-        self._hunted.clear()
+            self._record_end(one)
+        self._running.clear()
 
     def _finish(self) -> None:
         """All workers once more, undisturbed."""
@@ -239,7 +239,7 @@ class Siege:
         for one in victims:
             if one.exit_code != 0:
                 self._complain(one, f"was left in peace and ended with {one.exit_code}")
-            self.dead.append(Dead(one, one.log(), None, was_stopped=False))
+            self.ended.append(Ended(one, one.log(), None, was_stopped=False))
 
     def _await_end(self, victims: Sequence[Victim]) -> None:
         """Those that do not end in time are complained of and killed."""

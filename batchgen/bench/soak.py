@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from batchgen.bench.aftermath import Loss, compare, loss, rows_of
-from batchgen.bench.siege import STALE_AFTER_S, Dead, Siege, Targets
+from batchgen.bench.siege import STALE_AFTER_S, Ended, Siege, Targets
 from batchgen.bench.victims import Victim
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.rundir import RunDirectory
@@ -248,7 +248,7 @@ class _Soak:
     def _count(self, siege: Siege, of: _Format) -> None:
         report = self._report
         report.rows += pq.read_metadata(of.manifest).num_rows
-        report.rows_made += sum(len(made.ids) for one in siege.dead for made in one.log.made)
+        report.rows_made += sum(len(made.ids) for one in siege.ended for made in one.log.made)
         report.longest_drain_s = max(report.longest_drain_s, siege.longest_drain_s)
         for (number, is_at_step), count in siege.kills.items():
             places = report.kills_by_signal.setdefault(number.name, {"step": 0, "moment": 0})
@@ -264,20 +264,20 @@ class _Soak:
         if after.lost or after.doubled or after.differing:
             problems.append(f"{siege.run.path.name}: {after}")
         rows = rows_of(siege.run)
-        for one in siege.dead:
+        for one in siege.ended:
             # One that slept while others took its epoch has nothing that a kill could cost.
             if one.signal and not one.was_stopped:
                 problems += self._weigh(one, loss(one.log, rows.committed_by(one.victim), rows.shard))
         return problems
 
-    def _weigh(self, dead: Dead, cost: Loss) -> list[str]:
+    def _weigh(self, one: Ended, cost: Loss) -> list[str]:
         report = self._report
-        if dead.signal == signal.SIGTERM:
-            return [f"{dead.victim.folder}: SIGTERM cost {cost.rows} finished rows"] if cost.rows else []
+        if one.signal == signal.SIGTERM:
+            return [f"{one.victim.folder}: SIGTERM cost {cost.rows} finished rows"] if cost.rows else []
         report.most_rows_uncommitted = max(report.most_rows_uncommitted, cost.rows)
         report.most_s_uncommitted = max(report.most_s_uncommitted, cost.beyond_s)
         is_within = cost.beyond_s <= COMMIT_EVERY_S
-        return [] if is_within else [f"{dead.victim.folder}: SIGKILL cost {cost}, commit_every_s is {COMMIT_EVERY_S}"]
+        return [] if is_within else [f"{one.victim.folder}: SIGKILL cost {cost}, commit_every_s is {COMMIT_EVERY_S}"]
 
 
 def write_manifest(path: Path, num_rows: int, random: Random) -> Path:

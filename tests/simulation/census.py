@@ -22,7 +22,7 @@ from batchgen import ledger
 from tests.simulation import doubles
 from tests.simulation.drawing import Schedule
 from tests.simulation.schedule import Run
-from tests.simulation.world import CHANGES, Dead
+from tests.simulation.world import CHANGES, ProcessDied
 
 FIGURES = Path(__file__).parent.parent / "figures" / "file-operations.json"
 SHARD_S = 60.0
@@ -84,7 +84,7 @@ class Counted(Run):
 
     def step(self, call: str, place: Any) -> None:
         if self.me.process.is_dead:
-            raise Dead
+            raise ProcessDied
         self.counts[call] += 1
         self.by_time[int(self.now_s / PEAK_S)] += 1
 

@@ -25,7 +25,7 @@ from tests.simulation.files import RUN, SimulatedFiles
 from tests.simulation.storage import Folder, Place
 from tests.simulation.system import monotonic
 from tests.simulation.work import SimulatedGenerator, base_shards, index_of, is_odd
-from tests.simulation.world import Dead, Process, Trouble, Violation, World
+from tests.simulation.world import Process, ProcessDied, Trouble, Violation, World
 
 OUTSIDERS_SLOT = 90
 APPENDERS_SLOT = 92
@@ -165,7 +165,7 @@ class Run(World):
         if isinstance(error, Violation):
             raise error
         is_told = isinstance(error, Interrupted) and self.num_done.keys() & {"error", "lost", "full"}
-        if error is not None and not isinstance(error, Dead) and not is_told:
+        if error is not None and not isinstance(error, ProcessDied) and not is_told:
             raise Violation(f"{process.name} ended by {process.ended}") from error
         if error is not None or process.stop.is_asked:
             self._begin_again(process.slot)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 from batchgen.owners import Owner
-from tests.simulation.world import Dead, Thread, World
+from tests.simulation.world import ProcessDied, Thread, World
 
 
 class Event:
@@ -38,7 +38,7 @@ class SimulatedThread:
 
     def join(self) -> None:
         if World.now.me.process.is_dead:
-            raise Dead
+            raise ProcessDied
         self._ended.wait()
 
     def _run(self) -> None:

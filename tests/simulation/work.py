@@ -41,10 +41,6 @@ class SimulatedPartWriter:
             if self._is_folder:
                 self._files.mkdir_new(self._path)
 
-    @property
-    def num_added(self) -> int:
-        return len(self._images) + len(self._failures)
-
     def add(self, image: Image) -> None:
         name, data = f"{image.row.index}.png", f"{image.row.id} by {self._owner};".encode()
         if image.row.prompt == "cannot be encoded":

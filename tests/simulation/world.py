@@ -24,7 +24,7 @@ STEP_S = 0.002
 CHANGES = frozenset(["link", "rename", "mkdir", "create", "write", "sync", "sync_folder", "remove", "touch"])
 
 
-class Dead(GreenletExit):
+class ProcessDied(GreenletExit):
     """The process is gone; no handler for errors may run on."""
 
 
@@ -131,7 +131,7 @@ class World:
             error: BaseException | None = None
             try:
                 work()
-            except Dead as death:
+            except ProcessDied as death:
                 error = death
             except Exception as raised:
                 error = raised
@@ -159,27 +159,27 @@ class World:
             self.me = self._choose()
             if self.violation is None:
                 self.me.greenlet.switch()
-            self._bury()
+            self._end_dead_threads()
         if self.violation is not None:
             for thread in list(self.threads):
                 thread.process.is_dead = True
             self.on_end = lambda process, error: None
-            self._bury()
+            self._end_dead_threads()
             raise self.violation
 
-    def _bury(self) -> None:
+    def _end_dead_threads(self) -> None:
         """End what is left of processes that have died."""
         while dead := [thread for thread in self.threads if thread.process.is_dead]:
             for thread in dead:
                 self.me = thread
                 is_main = thread.process.threads[0] is thread
                 if thread.greenlet:
-                    thread.greenlet.throw(Dead)
+                    thread.greenlet.throw(ProcessDied)
                 else:
                     self.threads.remove(thread)
                     thread.process.threads.remove(thread)
                     if is_main:
-                        self._end(thread.process, Dead())
+                        self._end(thread.process, ProcessDied())
 
     def _choose(self) -> Thread:
         while True:
@@ -205,16 +205,16 @@ class World:
             chosen.greenlet.switch()
             self.me = here
             if here.process.is_dead:
-                raise Dead
+                raise ProcessDied
 
     def _leave(self, here: Thread) -> None:
         here.process.is_dead = True
-        raise Dead
+        raise ProcessDied
 
     def sleep(self, seconds: float) -> None:
         me = self.me
         if me.process.is_dead:
-            raise Dead
+            raise ProcessDied
         me.wakes_at = self.now_s + seconds
         self.switch()
 
@@ -224,7 +224,7 @@ class World:
         """Called before each step. Raises what keeps it from being done; returns what is raised after it is done."""
         process = self.me.process
         if process.is_dead:
-            raise Dead
+            raise ProcessDied
         self.num_steps = number = self.num_steps + 1
         self.now_s += STEP_S
         if self.random.random() < self.restlessness:
@@ -259,7 +259,7 @@ class World:
         match trouble.kind:
             case "kill":
                 process.is_dead = True
-                raise Dead
+                raise ProcessDied
             case "crash":
                 self._crash(process.host)
             case "pause":
@@ -290,4 +290,4 @@ class World:
             if one.host == host:
                 one.is_dead = True
         self.storage.lose(self.random, None if is_only else host)
-        raise Dead
+        raise ProcessDied
