@@ -137,23 +137,27 @@ def test_a_receipt_that_cannot_be_read_costs_its_rows_another_making(tmp_path: P
 
 
 def test_status_says_where_every_row_and_worker_stands(tmp_path: Path) -> None:
-    """planned = done + failed + rejected + outstanding, in all and for each shard, from the receipts alone."""
+    """planned = done + failed + rejected + outstanding, in all and for each shard, from the receipts alone. Each shard
+    has rows that are settled at once, and one that is held for minutes after it."""
+    prompts = ["fault: raise", "a", "a", "a", "fault: slow 600"]
     rows = [
-        {"id": f"row-{n}", "prompt": "fault: raise" if n == 0 else "fault: slow 600" if n > 5 else "a"}
-        for n in range(8)
+        {"id": f"row-{width}-{place}", "prompt": prompt, "width": width, "steps": 1 + place}
+        for width in (64, 128, 192)
+        for place, prompt in enumerate(prompts)
     ]
     source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
-    options = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=2", "--set", "model.variant=faults")
-    process = runs.start(source, out, *options, "--grace", "5.5", "--set", "run.commit_every_s=0.01")
-    deadline = time.monotonic() + 60
+    options = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=5", "--set", "model.variant=faults")
+    process = runs.start(source, out, *options, "--grace", "5.5", "--set", "run.commit_every_s=0.001")
+    deadline = time.monotonic() + 200
     while True:
         facts = json.loads(runs.batchgen("status", out, "--json").out) if (out / ".run/plan/0.json").exists() else {}
-        if (facts and facts["holders"] and facts["done"] >= 1) or time.monotonic() > deadline:
+        if facts and facts["holders"] and facts["done"] + facts["failed"]:
             break
+        assert time.monotonic() < deadline, process.errors()
     text = runs.batchgen("status", out).out
     process.signal(signal.SIGTERM)
     process.wait()
-    assert facts["rows"] == 8 == facts["done"] + facts["failed"] + facts["rejected"] + facts["outstanding"]
+    assert facts["rows"] == len(rows) == facts["done"] + facts["failed"] + facts["rejected"] + facts["outstanding"]
     for name in ("done", "failed", "outstanding"):
         assert sum(shard[name] for shard in facts["shards"]) == facts[name]
     assert all(one["rows"] == one["done"] + one["failed"] + one["outstanding"] for one in facts["shards"])
