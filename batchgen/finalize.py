@@ -45,7 +45,8 @@ _CHECKED = ("status", "file_name", "bytes", "sha256")
 class _Sources:
     """The row tables of all committed receipts."""
 
-    paths: tuple[tuple[Path, pa.Array], ...]
+    ledger: Ledger
+    receipts: tuple[tuple[Receipt, pa.Array], ...]
     """Each with the indices of rows that later plans have."""
     positions: npt.NDArray[np.uint64]
     """Of all their rows, ascending."""
@@ -144,16 +145,15 @@ def _scratch(run: RunDirectory) -> Iterator[Path]:
 
 
 def _sources(run: RunDirectory, index: PlanIndex, receipts: Sequence[Receipt], ledger: Ledger) -> _Sources:
-    paths, positions = [], [np.zeros(0, np.uint64)]
+    found, positions = [], [np.zeros(0, np.uint64)]
     for receipt in receipts:
-        path = ledger.table_path(receipt.shard, receipt.epoch)
         gone = pa.array(sorted(index.gone(receipt.shard)), pa.int32())
-        table = _counting(read_row_table(path, ["position", "index", *_CHECKED]), gone)
+        table = _counting(read_row_table(ledger, receipt, ["position", "index", *_CHECKED]), gone)
         whole = ledger.receipt(receipt.shard, receipt.epoch) if len(gone) else None
         _check_files(run, index, whole or receipt, table)
-        paths.append((path, gone))
+        found.append((receipt, gone))
         positions.append(table["position"].to_numpy())
-    return _Sources(tuple(paths), np.sort(np.concatenate(positions)))
+    return _Sources(ledger, tuple(found), np.sort(np.concatenate(positions)))
 
 
 def _counting(table: pa.Table, gone: pa.Array) -> pa.Table:
@@ -208,13 +208,13 @@ def _write_tables(index: PlanIndex, sources: _Sources, scratch: Path, *, is_part
 
 def _in_order(sources: _Sources, scratch: Path) -> Iterator[pa.Table]:
     """All rows of the row tables in manifest order; one empty table if there are none."""
-    if not sources.paths:
+    if not sources.receipts:
         yield row_table_schema([]).empty_table()
         return
     bounds = part_bounds(np.arange(len(sources.positions) + 1))
-    spilled = Reorder(scratch, read_row_table(sources.paths[0][0]).schema, bounds)
-    for path, gone in sources.paths:
-        table = _counting(read_row_table(path), gone)
+    spilled = Reorder(scratch, read_row_table(sources.ledger, sources.receipts[0][0]).schema, bounds)
+    for receipt, gone in sources.receipts:
+        table = _counting(read_row_table(sources.ledger, receipt), gone)
         spilled.add(table, sources.ranks(table))
     yield from spilled.parts()
 

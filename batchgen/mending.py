@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path)
 
 def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:
     """Remove what later plans have from an image folder; what never was the part's is left to `verify`."""
-    whole = read_row_table(ledger.table_path(receipt.shard, receipt.epoch), ["file_name"])
+    whole = read_row_table(ledger, receipt, ["file_name"])
     own = {Path(name).name for name in whole["file_name"].to_pylist() if name}
     for name in run.files.names(folder):
         if name in own - keep:
@@ -196,17 +196,25 @@ def _whole_images(path: Path, wanted: Mapping[str, dict[str, Any]]) -> Iterator[
 
 def part_table(ledger: Ledger, receipt: Receipt, made: frozenset[int]) -> pa.Table:
     """Those rows of a part's row table that were made and count, in the part's order."""
-    table = read_row_table(ledger.table_path(receipt.shard, receipt.epoch))
+    table = read_row_table(ledger, receipt)
     return table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
 
 
-def read_row_table(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """The row table of a committed part. Raises BatchgenError if it cannot be read."""
+def read_row_table(ledger: Ledger, receipt: Receipt, columns: Sequence[str] | None = None) -> pa.Table:
+    """The row table of a committed part. Raises BatchgenError if it is not what the receipt names."""
+    path = ledger.table_path(receipt.shard, receipt.epoch)
     try:
-        with readable(path):
-            return pq.read_table(path, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise BatchgenError(f"{path}, the row table of a committed part, cannot be read: {error}") from None
+        # Held by Arrow itself, as in plan_reader.
+        with readable(path), pa.OSFile(str(path)) as file:
+            content = file.read_buffer()
+        if hashlib.sha256(content).hexdigest() != receipt.table_sha256:
+            raise ValueError("its sha256 is another one")
+        return pq.read_table(pa.BufferReader(content), columns=None if columns is None else list(columns))
+    except (OSError, ValueError) as error:
+        raise BatchgenError(
+            f"{path}, the row table of a committed part, cannot be read ({error}); "
+            "`batchgen verify --repair` has its rows made again"
+        ) from error
 
 
 def sweep_mended(run: RunDirectory, index: PlanIndex) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchgen.codec import decode
 from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError, Interrupted
-from batchgen.filesystem import readable
 from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import damaged as damaged_files
-from batchgen.mending import content_of
+from batchgen.mending import content_of, read_row_table
 from batchgen.parts import part_digest, part_reader
 from batchgen.plan_index import PlanIndex
 from batchgen.presence import present, require_present
@@ -127,23 +125,16 @@ def _check_part(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Re
     rows = made | index.rows(receipt.shard).intersection(receipt.failed)
     if not rows:
         return Checked(receipt, 0)
-    path = ledger.table_path(receipt.shard, receipt.epoch)
     try:
         publish(run, receipt)
-        # Held by Arrow itself, as in plan_reader.
-        with readable(path), pa.OSFile(str(path)) as file:
-            content = file.read_buffer()
-        if hashlib.sha256(content).hexdigest() != receipt.table_sha256:
-            what = "altered: its sha256 is another one"
-            return Checked(receipt, len(made), (Fault(f".run/work/{path.name}", "", 0, what),), rows)
-        table = pq.read_table(pa.BufferReader(content), columns=list(_CHECKED))
-        table = table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
+        table = read_row_table(ledger, receipt, _CHECKED)
     except Interrupted:
         raise
-    except (BatchgenError, OSError, ValueError) as error:
-        what = f"unreadable: its row table or itself is gone ({error})"
-        place = f"data/{receipt.part}" if receipt.part else f".run/work/{path.name}"
+    except (BatchgenError, OSError) as error:
+        place = f".run/work/{ledger.table_path(receipt.shard, receipt.epoch).name}"
+        what = f"damaged: {error.__cause__ or error}"
         return Checked(receipt, len(made), (Fault(place, "", 0, what),), rows)
+    table = table.filter(pc.is_in(table["index"], pa.array(sorted(made), pa.int32())))
     return _check_images(run, index, receipt, table)
 
 

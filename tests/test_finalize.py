@@ -259,6 +259,10 @@ def test_a_row_table_that_is_missing_or_damaged_is_named(run: RunDirectory) -> N
         path.write_bytes(content)
         with pytest.raises(BatchgenError, match=rf"{path.name}, the row table of a committed part, cannot be read"):
             finalize(run)
+    for byte in range(4, len(whole), 97):
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
+        with pytest.raises(BatchgenError, match=r"its sha256 is another one.*verify --repair"):
+            finalize(run)
     path.unlink()
     with pytest.raises(BatchgenError, match="cannot be read"):
         finalize(run)

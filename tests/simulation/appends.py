@@ -108,7 +108,7 @@ def taken_over(run: RunDirectory, before: PlanIndex, rows: Rows, facts: Any, fol
 
 
 def part_table(ledger: Ledger, receipt: Receipt, made: frozenset[int]) -> RowTable:
-    table = read_table(ledger.table_path(receipt.shard, receipt.epoch))
+    table = read_table(ledger, receipt)
     return RowTable(tuple(line for line in table.lines if line[0] in made))
 
 

@@ -220,7 +220,8 @@ class SimulatedGenerator:
         return []
 
 
-def read_table(path: Any, columns: Any = None) -> RowTable:
+def read_table(book: Any, receipt: Receipt, columns: Any = None) -> RowTable:
+    path = book.table_path(receipt.shard, receipt.epoch)
     content = my_files().read(path)
     try:
         lines = json.loads(content or b"")
@@ -233,7 +234,7 @@ def sources(run: Any, index: PlanIndex, receipts: Sequence[Receipt], book: Any) 
     """As `finalize._sources`: every row table read, every part looked for."""
     found = []
     for receipt in receipts:
-        table = read_table(book.table_path(receipt.shard, receipt.epoch))
+        table = read_table(book, receipt)
         gone = index.gone(receipt.shard)
         table = RowTable(tuple(line for line in table.lines if line[0] not in gone))
         check_part(run, index, (gone and book.receipt(receipt.shard, receipt.epoch)) or receipt, table)
