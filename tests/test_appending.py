@@ -30,9 +30,9 @@ from batchgen.runner import Terms, run_job, run_planned, work
 from batchgen.verify import verify
 from tests import runs
 from tests.crashes import Crash, machine
+from tests.overtaking import Overtaken
 from tests.plans import folder, pattern_job, write
 from tests.shards import FORMATS
-from tests.test_overtaken import Overtaken
 from tests.test_worker import Scripted, image
 
 OPTIONS = ("plan.batch_sizes=[1, 2]", "plan.shard_images=4", "output.encoders=1")

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from batchgen.publish import publish
 from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import Terms, run_job
 from batchgen.verify import verify
+from tests.overtaking import Overtaken, finalize_until
 from tests.plans import folder, pattern_job, write
 from tests.processes import PROCESSES
 from tests.shards import FORMATS
@@ -33,21 +34,6 @@ from tests.shards import FORMATS
 OPTIONS = ("plan.batch_sizes=[1, 3]", "plan.shard_images=2", "plan.on_bad_row=skip", "output.encoders=1")
 MANIFEST = {"id": ["a", "b", "c", "d", "e"], "prompt": ["a", None, "fault: raise", "d", "e"]}
 LINE = "5 rows = 3 done + 1 failed + 1 rejected + 0 outstanding"
-
-
-class Overtaken(FileSystem):
-    """Before its n-th step another one does `overtake`."""
-
-    def __init__(self, step: int, overtake: Callable[[], object]) -> None:
-        self.left = step
-        self._overtake = overtake
-
-    def __getattribute__(self, name: str) -> Any:
-        if hasattr(FileSystem, name) and not name.startswith("__"):
-            self.left -= 1
-            if self.left == 0:
-                self._overtake()
-        return super().__getattribute__(name)
 
 
 class Listened(FileSystem):
@@ -198,11 +184,6 @@ def test_an_owner_publishes_while_its_part_is_published_and_the_run_finalized(se
         if files.left > 0:
             break
     assert step > 3
-
-
-def finalize_until(path: Path, step: int) -> None:
-    """Die by SIGKILL at the n-th step."""
-    finalize(RunDirectory(path, Overtaken(step, lambda: os.kill(os.getpid(), signal.SIGKILL))))
 
 
 def left_over(run: RunDirectory) -> list[str]:

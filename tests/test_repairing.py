@@ -28,10 +28,10 @@ from batchgen.verify import verify
 from tests import runs
 from tests.crashes import Crash, machine
 from tests.damage import emptied, flipped, truncated
+from tests.overtaking import Overtaken
 from tests.plans import folder, pattern_job, write
 from tests.shards import FORMATS
 from tests.test_appending import bookkeeping, failing
-from tests.test_overtaken import Overtaken
 
 TEN = {"id": [f"row {n}" for n in range(10)], "prompt": [f"prompt {n}" for n in range(10)], "own": list(range(10))}
 OPTIONS = ("plan.batch_sizes=[1, 4]", "plan.shard_images=5", "output.encoders=1")
