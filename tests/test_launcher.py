@@ -22,8 +22,10 @@ from batchgen.ledger import Ledger, Receipt
 from batchgen.owners import start_time
 from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
+from batchgen.runner import run_job
 from tests import runs, tiny
 from tests.terminals import on_a_terminal
+from tests.test_appending import failing
 
 FAULTS = ("--set", "model.variant=faults")
 ONE_BY_ONE = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=1")
@@ -157,10 +159,10 @@ def test_a_worker_that_dies_over_a_retried_row_is_replaced(tmp_path: Path) -> No
     """Rows that a later plan has taken over are settled by no receipt of the earlier one."""
     rows = [{"id": f"row-{n}", "prompt": "fault: exit" if n == 3 else "a fox"} for n in range(8)]
     source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
-    options = (*FAULTS, "--set", "run.max_deaths=1", "--workers", 1)
-    assert runs.run(source, out, *options).code == 3
+    job = load_job(None, ["model.path=pattern", "model.variant=faults", "run.max_deaths=1"])
+    assert run_job([source], out, job, failing("row-3")).exit_code == 3
     assert runs.batchgen("retry", out, "--plan-only").code == 0
-    ended = runs.run(source, out, *options)
+    ended = runs.run(source, out, *FAULTS, "--set", "run.max_deaths=1", "--workers", 1)
     assert (ended.code, ended.closing_line) == (3, "8 rows = 7 done + 1 failed + 0 rejected + 0 outstanding"), ended
     assert ended.err.count("another takes its place") == 2
 
