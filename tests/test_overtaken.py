@@ -47,9 +47,9 @@ class Listened(FileSystem):
         if not callable(found) or name.startswith("_"):
             return found
 
-        def called(*arguments: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
             self.calls.append((name, arguments[-1]))
-            return found(*arguments)
+            return found(*arguments, **options)
 
         return called
 
