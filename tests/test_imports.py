@@ -35,8 +35,8 @@ LAYERS = [
     models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
     known plan_index glance
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
-    engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer modes
-    sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
+    engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
+    modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps
     engine.engine balance differences progress stopping importer
