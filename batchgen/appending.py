@@ -24,6 +24,7 @@ from batchgen.models.folder import facts_of
 from batchgen.plan_index import BucketWork, PlanIndex, Replaced
 from batchgen.plan_reader import PlanReader
 from batchgen.plans import Base, put_plan, write_shards
+from batchgen.presence import present
 from batchgen.rundir import (
     Planned,
     RunDirectory,
@@ -41,11 +42,23 @@ Rows = Mapping[int, frozenset[int]]
 """Indices of rows by their shard."""
 
 
-def job_of(run: RunDirectory, index: PlanIndex) -> Job:
-    """The job that a run was planned with. Raises UsageError if its model's files have become others."""
-    job = load_stored(index.job, run.plans / "0.json")
-    check_differences(run, index, fingerprint(job, facts_of(job.model)), job)
+def job_of(run: RunDirectory, index: PlanIndex, model: str | None = None) -> Job:
+    """The job that a run was planned with, whose model may lie elsewhere by now. Raises UsageError if its files are not
+    to be had or have become others."""
+    job = _stored(run, index, model)
+    try:
+        facts = facts_of(job.model)
+    except UsageError as error:
+        raise UsageError(f"{error}\nIf the run's model was moved, say with --model where it lies now") from error
+    check_differences(run, index, fingerprint(job, facts), job)
     return job
+
+
+def _stored(run: RunDirectory, index: PlanIndex, model: str | None) -> Job:
+    job = load_stored(index.job, run.plans / "0.json")
+    if model is None:
+        return job
+    return job.model_copy(update={"model": job.model.model_copy(update={"path": model})})
 
 
 def failed(run: RunDirectory, index: PlanIndex) -> Rows:
@@ -57,11 +70,15 @@ def failed(run: RunDirectory, index: PlanIndex) -> Rows:
     return found
 
 
-def append_rows(run: RunDirectory, index: PlanIndex, rows: Rows) -> PlanIndex:
+def append_rows(run: RunDirectory, index: PlanIndex, rows: Rows, model: str | None = None) -> PlanIndex:
     """Append a plan that makes settled rows again, in the bucket that each had. Those that a newer plan has taken
-    over meanwhile are left to it. Raises UsageError for rows that are still to be made."""
+    over meanwhile are left to it. `model` as for `job_of`. Raises UsageError for rows that are still to be made."""
+    with present(run):
+        return _append_rows(run, index, rows, facts_of(_stored(run, index, model).model))
+
+
+def _append_rows(run: RunDirectory, index: PlanIndex, rows: Rows, facts: Facts) -> PlanIndex:
     _check_settled(run, index, rows)
-    facts = facts_of(load_stored(index.job, run.plans / "0.json").model)
     while left := {shard: some - index.gone(shard) for shard, some in rows.items() if some - index.gone(shard)}:
         before = index
         index = put_plan(

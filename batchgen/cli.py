@@ -153,6 +153,7 @@ def status(directory: Path, as_json: bool, check: bool) -> None:
         sys.exit(balance.exit_code)
 
 
+_moved_model = click.option("--model", metavar="PATH", help="Where the run's model lies by now, if it was moved.")
 _plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, and let `run` make its rows.")
 
 
@@ -206,8 +207,9 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
+@_moved_model
 @_plan_only
-def retry(directory: Path, plan_only: bool) -> NoReturn:
+def retry(directory: Path, model: str | None, plan_only: bool) -> NoReturn:
     """Try the failed rows of the run in DIRECTORY again.
 
     \b
@@ -219,11 +221,11 @@ def retry(directory: Path, plan_only: bool) -> NoReturn:
 
     run = RunDirectory(directory)
     index = run.index()
-    job = job_of(run, index)
+    job = job_of(run, index, model)
     rows = failed(run, index)
     if not rows:
         say(f"no row of {directory} has failed: there is nothing to try again")
-    index = append_rows(run, index, rows)
+    index = append_rows(run, index, rows, model)
     if plan_only:
         end_planned(directory)
     work(directory, lambda terms: run_planned(run, index, job, terms))

@@ -31,12 +31,25 @@ _RESUMABLE = {
     errno.ESHUTDOWN: "the file system's server has shut this host out",
     errno.EHOSTDOWN: "the file system's server is down",
     errno.EREMOTEIO: "the file system's server reports an input/output error",
+    errno.ENODEV: "the file system's device is gone",
+    errno.ENXIO: "the file system's device is gone",
+    errno.ECONNABORTED: "the file system's connection broke",
+    errno.ECONNRESET: "the file system's connection broke",
+    errno.ECONNREFUSED: "the file system's server refuses",
+    errno.ENETUNREACH: "the file system's server cannot be reached",
+    errno.EHOSTUNREACH: "the file system's server cannot be reached",
+    errno.EKEYEXPIRED: "the file system's credentials have expired",
+    errno.EKEYREVOKED: "the file system's credentials were revoked",
+    errno.EMFILE: "this process has as many files open as it may (see ulimit -n)",
+    errno.ENFILE: "this host has as many files open as it can",
     errno.EFBIG: "the file would exceed the size limit of this process or of the file system",
 }
 _NO_PLACE = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 """A path that cannot be used as it is named."""
-_CLOSED = dict.fromkeys((errno.EACCES, errno.EPERM), "it may not be read any more")
+_CLOSED = dict.fromkeys((errno.EACCES, errno.EPERM), "it may not be used any more")
 """What a mount answers whose credentials have run out."""
+_IN_USE = (errno.ENOTEMPTY, errno.EBUSY)
+"""What NFS answers where a file in a folder is still open, which keeps it there under another name."""
 
 
 @contextmanager
@@ -65,6 +78,14 @@ def readable(path: Path) -> Iterator[None]:
         if error.errno not in troubles:
             raise
         raise _interrupted(troubles[error.errno], error, path) from error
+
+
+def withdrawn(error: BaseException) -> Interrupted | None:
+    """What to say of a refusal by a disk that took this process's files before: by now it may not use them any more."""
+    cause = error.__cause__
+    if isinstance(error, UsageError) and isinstance(cause, OSError) and cause.errno in _CLOSED:
+        return _interrupted(_CLOSED[cause.errno], cause, Path())
+    return None
 
 
 def _interrupted(trouble: str, error: OSError, path: Path) -> Interrupted:
@@ -185,9 +206,17 @@ class FileSystem:
             if not self.is_link(path) and self.is_folder(path):
                 nameless = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
                 self.rename(path, nameless)
-                self.remove_folder(nameless)
+                self._remove_nameless(nameless)
             else:
                 self.unlink(path)
+
+    def _remove_nameless(self, path: Path) -> None:
+        try:
+            self.remove_folder(path)
+        except OSError as error:
+            if error.errno not in _IN_USE:
+                raise
+            # Whoever finalizes the run sweeps what has such a name.
 
     def is_folder(self, path: Path) -> bool:
         found = self.stat(path)

@@ -1,9 +1,10 @@
-"""A run directory that has vanished while it was at work, as the mount that it lay on has."""
+"""A run directory that has vanished while it was at work, as the mount that it lay on has, or lost a file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from batchgen.errors import Interrupted
 from batchgen.rundir import RunDirectory
@@ -11,13 +12,30 @@ from batchgen.rundir import RunDirectory
 
 @contextmanager
 def present(run: RunDirectory) -> Iterator[None]:
-    """Whatever comes of a run directory that has vanished: it stops the run."""
+    """Whatever comes of a planned run directory that has vanished, or lost a file: it stops the run."""
+    with intact(run):
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, Interrupted):
+                require_present(run, f" ({error})")
+            raise
+
+
+@contextmanager
+def intact(run: RunDirectory) -> Iterator[None]:
+    """A file that is gone from a run directory stops what is at work there. Raises Interrupted instead of
+    FileNotFoundError."""
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, Interrupted):
-            require_present(run, f" ({error})")
-        raise
+    except FileNotFoundError as error:
+        path = Path(str(error.filename))
+        if run.path not in (path, *path.parents):
+            raise
+        raise Interrupted(
+            f"{path} is gone: it was taken out of the run directory while that was in use. Everything committed is "
+            "kept; run the same command again"
+        ) from error
 
 
 def require_present(run: RunDirectory, why: str = "") -> None:

@@ -24,7 +24,7 @@ from batchgen.ledger import FOLDERS
 from batchgen.manifest import PARAMETERS, Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
-from batchgen.models.folder import architecture, facts_of, identity
+from batchgen.models.folder import architecture, facts_of, identity, located
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader
 from batchgen.planner import Limits
@@ -223,7 +223,7 @@ def freeze_planned(run: RunDirectory, job: Job, planned: Planned, after: PlanInd
     """Make a planned manifest the run's first plan, or the next `after` those that lie there; all plans then."""
     surveyed = planned.draft.survey
     prints = fingerprint(job, planned.facts, surveyed.manifest) | {"manifest.rows": surveyed.rows_digest}
-    content = job.model_dump(mode="json")
+    content = job.model_copy(update={"model": located(job.model)}).model_dump(mode="json")
     proposal = Proposal(planned.draft, planned.rejections, job.model.path, content, prints, after)
     return freeze(proposal, run.plans, run.files)
 

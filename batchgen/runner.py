@@ -29,7 +29,7 @@ from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
-from batchgen.presence import present
+from batchgen.presence import intact, present
 from batchgen.progress import Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
@@ -124,7 +124,8 @@ def run_job(
     full or lost.
     """
     run = RunDirectory(out)
-    index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
+    with intact(run):
+        index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
     return run_planned(run, index, job, terms)
 
 

@@ -55,9 +55,10 @@ def sweep(run: RunDirectory, index: PlanIndex, ledger: Ledger) -> None:
         if receipt is not None and not (receipt.kind == COMMITTED and name.endswith(TABLE_SUFFIX)):
             run.files.remove_any(work / name)
     for folder in (run.root / "claims", run.root / "receipts", run.plans):
-        names = frozenset(run.files.names(folder))
+        names = run.files.names(folder)
+        known = frozenset(names)
         for name in names:
-            is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in names
+            is_temp = name.endswith(".tmp") and name.rsplit(".", 2)[0] in known
             number, dash, _ = name.partition("-")
             is_lost = folder == run.plans and dash and number.isdecimal() and int(number) <= index.number
             if is_temp or (is_lost and name not in index.folders):

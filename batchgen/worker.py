@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from batchgen.epoch import Epoch, Workplace, clear_work
 from batchgen.errors import Interrupted
+from batchgen.filesystem import withdrawn
 from batchgen.generator import DeviceLost, Dropped
 from batchgen.glance import Glance, take_glance
 from batchgen.heart import Heart
@@ -39,6 +39,7 @@ class Worker:
     does not wait for it."""
     _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
+    _has_claimed: bool = False
     _is_late: bool = False
     """Whether this round left a shard to others, because it could not be finished in time."""
     _glance: Glance = field(default_factory=lambda: Glance({}, {}))
@@ -72,6 +73,8 @@ class Worker:
                     self._wait(min(MAX_POLL_S, max(POLL_S, len(open_shards) / LOOKS)))
         except BaseException as error:
             self._give_back(error)
+            if self._has_claimed and (stopped := withdrawn(error)):
+                raise stopped from error
             raise
 
     def _give_back(self, error: BaseException) -> None:
@@ -86,9 +89,16 @@ class Worker:
         for (shard, number), heart in self._held.items():
             heart.stop(waits=isinstance(error, Exception))
             if not is_lost:
-                with suppress(Interrupted):
-                    if self.place.ledger.release(shard, number):
-                        clear_work(self.place.ledger, shard, number)
+                self._release(shard, number)
+
+    def _release(self, shard: int, number: int) -> None:
+        try:
+            if self.place.ledger.release(shard, number):
+                clear_work(self.place.ledger, shard, number)
+        except Interrupted:
+            pass  # As said already, most likely; and the claim was left as one that was given back.
+        except Exception as error:
+            self.place.progress.say(f"shard {stem(shard, number)} could not be given back: {error}")
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -158,6 +168,7 @@ class Worker:
         """Whether an epoch is ours now, and its heart beats; False if another was first."""
         is_ours = self.place.ledger.claim(shard, epoch)
         if is_ours:
+            self._has_claimed = True
             self._held[shard, epoch] = Heart(self.place.ledger, shard, epoch, self.place.job.run.stale_after_s)
         return is_ours
 

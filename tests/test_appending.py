@@ -28,7 +28,7 @@ from batchgen.records import Batch, Failure, Outcome
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Terms, run_job, run_planned, work
 from batchgen.verify import verify
-from tests import runs
+from tests import runs, tiny
 from tests.crashes import Crash, machine
 from tests.overtaking import Overtaken
 from tests.plans import folder, pattern_job, write
@@ -421,3 +421,21 @@ def test_a_marker_names_the_plan_that_it_stands_for(memory: Path, monkeypatch: p
     assert (run.path / SUCCESS).read_bytes() != marker
     assert is_finished(run)
     assert finalizing.finalize(run, plan=0) is None
+
+
+def test_the_model_is_found_from_another_folder_and_where_it_was_moved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, elsewhere = tmp_path / "m.parquet", tmp_path / "out", tmp_path / "elsewhere"
+    runs.prompts(source, 2, width=64, height=64, steps=1)
+    shutil.copytree(tiny.folder("sd1"), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    assert runs.run(source, out, model="model").code == 0
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert runs.batchgen("retry", out).code == 0
+    (tmp_path / "model").rename(tmp_path / "moved")
+    ended = runs.batchgen("retry", out)
+    assert ended.code == 2
+    assert "--model" in ended.err
+    assert runs.batchgen("retry", out, "--model", tmp_path / "moved").code == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -196,3 +197,68 @@ def test_a_quota_that_is_used_up_within_a_part(tmp_path: Path, monkeypatch: pyte
             patch.setattr(HashedFile, "write", refuses)
             stopped(runs.run(source, out / output, *SMALL, "--format", output), "the quota is used up")
         assert runs.run(source, out / output, *SMALL, "--format", output).closing_line == DONE
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 2, 3])
+def test_permissions_that_are_withdrawn_stop_a_run_as_a_lost_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_taken: int
+) -> None:
+    """A Kerberos ticket that runs out in the night, say: no row is blamed, and the same command goes on. A disk that
+    never took anything is a wrong place."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    link, left = FileSystem.link, num_taken
+
+    def refuse(self: FileSystem, source: Path, target: Path) -> None:
+        nonlocal left
+        if target.parent.name in ("claims", "receipts"):
+            left -= 1
+            if left < 0:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+        link(self, source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "link", refuse)
+        ended = runs.run(source, out, *SMALL)
+    if num_taken:
+        stopped(ended, "it may not be used any more")
+    else:
+        assert ended.code == 2
+        assert "name another place" in ended.err
+    ended = runs.run(source, out, *SMALL)
+    assert (ended.code, ended.closing_line) == (0, DONE)
+
+
+def test_a_folder_whose_file_is_still_open_over_nfs_is_left_to_be_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove_folder(self: FileSystem, path: Path, **options: bool) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    folder = tmp_path / "00000-0"
+    folder.mkdir()
+    (folder / ".nfs0001").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "remove_folder", remove_folder)
+        FileSystem().remove_any(folder)
+    assert not folder.exists()
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"00000-0\.[0-9a-f]{8}\.tmp", left.name)
+
+
+@pytest.mark.parametrize("place", ["plan", "claims"])
+def test_what_is_taken_out_of_a_run_directory_in_use_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    real = FileSystem.put_if_absent
+
+    def put_if_absent(self: FileSystem, path: Path, content: bytes) -> bool:
+        if path.parent.name == place:
+            shutil.rmtree(path.parent)
+        return real(self, path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystem, "put_if_absent", put_if_absent)
+        stopped(runs.run(source, out, *SMALL), "is gone: it was taken out of the run directory|is not there any more")
+    ended = runs.run(source, out, *SMALL)
+    assert (ended.code, ended.closing_line) == (0, DONE)

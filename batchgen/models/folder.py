@@ -120,6 +120,13 @@ def is_hub_id(model: Model) -> bool:
     return is_named and not Path(model.path).exists()
 
 
+def located(model: Model) -> Model:
+    """The same model for processes that start in another folder."""
+    path = Path(model.path).expanduser()
+    is_local = model.path not in BUILT_IN and path.is_dir()
+    return model.model_copy(update={"path": str(path.resolve())}) if is_local else model
+
+
 def pinned(model: Model) -> Model:
     """The same model for other processes: of a hub id, the commit that this one has found."""
     if model.path in BUILT_IN:
