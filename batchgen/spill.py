@@ -42,7 +42,8 @@ class Reorder:
         for writer in self._writers:
             writer.close()
         for file in self._files:
-            with pa.memory_map(str(file)) as source:
+            # Not mapped into memory: a disk that is lost meanwhile would end the process.
+            with pa.OSFile(str(file)) as source:
                 table = pa.ipc.open_stream(source).read_all()
                 order = np.argsort(table[_RANK].to_numpy(), kind="stable")
                 yield table.drop_columns([_RANK]).take(order).combine_chunks()
