@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import stat
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +16,22 @@ from batchgen.errors import BatchgenError
 from batchgen.filesystem import readable
 from batchgen.formats import folder_digest
 
+_DAMAGE = (OSError, EOFError, ValueError, tarfile.TarError, pa.ArrowException)
+"""What comes of reading bytes that are no part."""
+_IMAGE = {"bytes": pa.types.is_binary, "path": pa.types.is_string}
+"""Fields of a Parquet part's column of images."""
+
 
 def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
     """The images of a part as (file name, bytes), one in memory at a time, a Parquet row group at most.
 
-    Which container it is follows from the path: a folder, `.tar` or `.parquet`. Raises BatchgenError where
-    the part is missing or damaged so that it cannot be walked further; what was yielded before holds. Raises
-    Interrupted where the disk is lost, which says nothing about the part.
+    Which container it is follows from the path: a folder, `.tar` or `.parquet`. What is no file (a folder, a link, a
+    pipe) holds no image. Raises BatchgenError where the part is missing or damaged so that it cannot be walked further;
+    what was yielded before holds. Raises Interrupted where the disk is lost, which says nothing about the part.
     """
     with _damage_named(path):
+        if path.suffix:
+            _require_file(path)
         if path.suffix == ".tar":
             yield from _tar_images(path)
         elif path.suffix == ".parquet":
@@ -36,7 +44,8 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
 def part_digest(path: Path) -> tuple[int, str]:
     """A part as it lies on the disk: bytes and sha256, as `Part` and the receipt have them. Raises as `part_reader`."""
     with _damage_named(path):
-        if not path.is_dir():
+        if path.suffix:
+            _require_file(path)
             return path.stat().st_size, _file_digest(path)
         files = sorted(path.iterdir())
         num_bytes = sum(file.stat().st_size for file in files)
@@ -44,25 +53,55 @@ def part_digest(path: Path) -> tuple[int, str]:
 
 
 def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
-    end = 0
+    end, size = 0, path.stat().st_size
     with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:
         for entry in tar:
+            is_file = entry.type == tarfile.REGTYPE and not entry.issparse()
             end = entry.offset_data + _rounded_up(entry.size, tarfile.BLOCKSIZE)
+            if not is_file or entry.name.endswith(".json"):
+                continue
+            if end > size:
+                raise ValueError(f"member {entry.name!r} has {entry.size:,} bytes by its header, more than there are")
             file = tar.extractfile(entry)
-            if file is not None and not entry.name.endswith(".json"):
-                yield entry.name, file.read()
+            assert file is not None
+            yield entry.name, file.read()
     # tarfile takes a header that it cannot read, and a missing one, for the end.
     num_bytes = _rounded_up(end + 2 * tarfile.BLOCKSIZE, tarfile.RECORDSIZE)
-    if path.stat().st_size != num_bytes:
+    if size != num_bytes:
         raise ValueError(f"no further member can be read at byte {end:,}")
 
 
 def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
     # Opened by Arrow itself, as in plan_reader.
     with pa.OSFile(str(path)) as source, pq.ParquetFile(source) as table:
+        _require_images(table.schema_arrow)
         for group in range(table.num_row_groups):
-            for image in table.read_row_group(group, columns=["image"])["image"]:
-                yield image["path"].as_py(), image["bytes"].as_py()
+            for number, image in enumerate(table.read_row_group(group, columns=["image"])["image"]):
+                name, data = (image[field].as_py() if image.is_valid else None for field in ("path", "bytes"))
+                if name is None or data is None:
+                    raise ValueError(f"row {number} of row group {group} has no image")
+                yield name, data
+
+
+def _require_images(schema: pa.Schema) -> None:
+    place = schema.get_field_index("image")  # -1 for several, too
+    kind = schema.field(place).type if place >= 0 else pa.null()
+    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+    if fields.keys() != _IMAGE.keys() or kind.num_fields != len(_IMAGE):
+        raise ValueError("it has no column of images")
+    for name, is_kind in _IMAGE.items():
+        if not is_kind(fields[name]):
+            raise ValueError(f"the images' {name} are of type {fields[name]}")
+
+
+def _require_file(path: Path) -> None:
+    if not is_file(path):
+        raise ValueError("it is no file")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a name is that of a file itself: a link may lead anywhere, and a pipe is never read to its end."""
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def _rounded_up(num_bytes: int, unit: int) -> int:
@@ -79,5 +118,5 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         with readable(path):
             yield
-    except (OSError, tarfile.TarError, EOFError, ValueError) as error:
+    except _DAMAGE as error:
         raise BatchgenError(f"part {path} is missing or damaged: {error}") from error

@@ -1,6 +1,12 @@
-"""What may happen to the bytes of an image."""
+"""What may happen to the bytes of an image, and to its name."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
+
+OTHERS = ("folder", "pipe", "link", "dangling link")
+"""What may have a name that a file should have."""
 
 
 def truncated(data: bytes) -> bytes:
@@ -13,3 +19,17 @@ def emptied(data: bytes) -> bytes:
 
 def flipped(data: bytes) -> bytes:
     return data[:60] + bytes([data[60] ^ 1]) + data[61:]
+
+
+def make_other(path: Path, kind: str) -> None:
+    """Something that is no file, of a kind in `OTHERS`; what is in the folder, or behind the link, is a user's."""
+    if kind == "folder":
+        path.mkdir()
+        (path / "mine").write_text("mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        target = path.with_name(f"{path.name}.elsewhere")
+        path.symlink_to(target)
+        if kind == "link":
+            target.write_text("mine")
