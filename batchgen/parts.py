@@ -37,7 +37,7 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
         elif path.suffix == ".parquet":
             yield from _parquet_images(path)
         else:
-            for file in sorted(path.iterdir()):
+            for file in _files(path):
                 yield file.name, file.read_bytes()
 
 
@@ -47,9 +47,19 @@ def part_digest(path: Path) -> tuple[int, str]:
         if path.suffix:
             _require_file(path)
             return path.stat().st_size, _file_digest(path)
-        files = sorted(path.iterdir())
+        files = _files(path)
         num_bytes = sum(file.stat().st_size for file in files)
         return num_bytes, folder_digest((file.name, _file_digest(file)) for file in files)
+
+
+def others(folder: Path) -> list[str]:
+    """The names in a part's folder that are not those of files. Raises as `part_reader`."""
+    with _damage_named(folder):
+        return sorted(one.name for one in folder.iterdir() if not _is_file(one))
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.iterdir() if _is_file(one))
 
 
 def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -95,11 +105,11 @@ def _require_images(schema: pa.Schema) -> None:
 
 
 def _require_file(path: Path) -> None:
-    if not is_file(path):
+    if not _is_file(path):
         raise ValueError("it is no file")
 
 
-def is_file(path: Path) -> bool:
+def _is_file(path: Path) -> bool:
     """Whether a name is that of a file itself: a link may lead anywhere, and a pipe is never read to its end."""
     return stat.S_ISREG(path.lstat().st_mode)
 

@@ -19,7 +19,7 @@ from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger, Receipt
 from batchgen.marker import damaged as damaged_files
 from batchgen.mending import content_of, read_row_table
-from batchgen.parts import part_digest, part_reader
+from batchgen.parts import others, part_digest, part_reader
 from batchgen.plan_index import PlanIndex
 from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
@@ -155,6 +155,9 @@ def _check_images(run: RunDirectory, index: PlanIndex, receipt: Receipt, table: 
                 faults.append(_fault(rows[name], what))
                 bad.add(rows[name]["index"])
             seen.add(name)
+        for name in [] if path.suffix else others(path):
+            what = "foreign: it is no file"
+            faults.append(Fault(f"data/{receipt.part}/{name}", "", 0, what, is_curable=False))
     except Interrupted:
         raise
     except BatchgenError as error:

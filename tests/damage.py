@@ -22,14 +22,11 @@ def flipped(data: bytes) -> bytes:
 
 
 def make_other(path: Path, kind: str) -> None:
-    """Something that is no file, of a kind in `OTHERS`; what is in the folder, or behind the link, is a user's."""
+    """Something that is no file, of a kind in `OTHERS`; what is in the folder is a user's."""
     if kind == "folder":
         path.mkdir()
         (path / "mine").write_text("mine")
     elif kind == "pipe":
         os.mkfifo(path)
     else:
-        target = path.with_name(f"{path.name}.elsewhere")
-        path.symlink_to(target)
-        if kind == "link":
-            target.write_text("mine")
+        path.symlink_to(__file__ if kind == "link" else "nowhere")

@@ -20,12 +20,12 @@ from batchgen import verify as verifying
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.finalize import finalize
 from batchgen.ledger import Ledger, Receipt
-from batchgen.parts import part_reader
+from batchgen.parts import part_digest, part_reader
 from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
 from tests import runs as commands
-from tests.damage import emptied, flipped, truncated
+from tests.damage import OTHERS, emptied, flipped, make_other, truncated
 from tests.plans import finished
 from tests.shards import FORMATS
 
@@ -180,6 +180,44 @@ def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path:
     (fault,) = verify(run).faults
     assert fault.place.endswith("/foreign.png")
     assert fault.what.startswith("foreign: ")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_file_within_an_image_folder_is_named_and_hides_nothing(
+    runs: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Such as what a file manager or a notebook leaves; whole images before and behind it are whole."""
+    shutil.copytree(runs["files"], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    part = run.data / receipts(run)[0].part
+    whole = part_digest(part)
+    make_other(part / ".thumbs", kind)
+    found = verify(run)
+    (fault,) = found.faults
+    assert (fault.place, fault.what) == (f"data/{part.name}/.thumbs", "foreign: it is no file")
+    assert not fault.is_curable
+    assert not found.damaged[0].rows
+    assert part_digest(part) == whole
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_an_image_is_missing_where_something_else_has_its_name(
+    runs: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """A link to the very image, too: what it leads to is not the run's."""
+    shutil.copytree(runs["files"], tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    row = pq.read_table(run.path / "metadata.parquet").to_pylist()[3]
+    image = run.path / row["file_name"]
+    content = image.read_bytes()
+    image.unlink()
+    if kind == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        image.symlink_to(tmp_path / "elsewhere")
+    else:
+        make_other(image, kind)
+    found = {(one.row_id, one.what) for one in verify(run).faults if one.place == row["file_name"]}
+    assert found == {("", "foreign: it is no file"), (row["id"], "missing")}
 
 
 def test_a_part_that_was_not_yet_published_is_read(run: RunDirectory) -> None:
