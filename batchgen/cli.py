@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from batchgen.balance import take_balance
     from batchgen.ledger import Ledger
     from batchgen.marker import is_finished
+    from batchgen.mending import WITHDRAWN
     from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
     from batchgen.runner import run_planned
@@ -196,10 +198,14 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
             say(f"outstanding, and not looked at: {rows}; the command that began the run makes them")
         sys.exit(3 if found.faults else 0)
     job = job_of(run, run.index())
-    left = [fault.place for fault in found.faults if not fault.is_curable]
+    had = frozenset(run.files.names(run.root / WITHDRAWN))
+    index = repair_run(run, found.damaged)
+    moved = [f"{run.root / WITHDRAWN / name}" for name in run.files.names(run.root / WITHDRAWN) if name not in had]
+    if moved:
+        say(f"not known to be the run's, and moved out of data/, to {listed(moved)}")
+    left = [one.place for one in found.faults if not one.is_curable and os.path.lexists(run.path / one.place)]
     if left:
         say(f"not the run's, and left alone: {listed(left)}; move them out of data/, where readers find them")
-    index = repair_run(run, found.damaged)
     if plan_only:
         end_planned(directory)
     work(directory, lambda terms: run_planned(run, index, job, terms))

@@ -30,6 +30,9 @@ from batchgen.records import Written
 from batchgen.rundir import RunDirectory
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
+WITHDRAWN = "withdrawn"
+"""Under `.run/`: what lay in `data/` and was not the run's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -86,7 +89,7 @@ def _mend(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt)
         for plan in earlier:
             _overtake(run, receipt, plan)
     if not made or run.files.is_link(path):
-        _take_out(run, index, receipt, path)
+        _take_out(run, index, ledger, receipt, path)
         return
     table = part_table(ledger, receipt, made)
     if not path.suffix:
@@ -106,10 +109,27 @@ def _bring_in(run: RunDirectory, slot: _Slot, path: Path) -> None:
             run.files.replace(run.root / "mended" / slot.file, path)
 
 
-def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path) -> None:
-    """Remove a whole part. A folder leaves `data/` first, in which nothing of it may be left by one that dies here."""
-    if run.files.is_link(path) or not run.files.is_folder(path):
+def _take_out(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt, path: Path) -> None:
+    """Remove a whole part; what lies in its place and is none is moved out of `data/`."""
+    found = run.files.stat(path)
+    is_none = found is not None and found.is_folder == bool(path.suffix)
+    if is_none or run.files.is_link(path):
+        move_out(run, path)
+    elif path.suffix:
         run.files.remove_any(path)
+    else:
+        _take_out_folder(run, index, ledger, receipt, path)
+
+
+def _take_out_folder(run: RunDirectory, index: PlanIndex, ledger: Ledger, receipt: Receipt, path: Path) -> None:
+    """Remove an image folder, or what is known to be the part's of one that holds anything else. It leaves `data/`
+    first, in which nothing of it may be left by one that dies here."""
+    names, own = run.files.names(path), _own(ledger, receipt)
+    images = [name for name in names if name in own and _is_file(run, path / name)]
+    if images != names:
+        moved = move_out(run, path)
+        for name in images:
+            run.files.remove(moved / name)
         return
     aside = run.root / "mended" / f"{receipt.stem}.{index.number}.{secrets.token_hex(8)}"
     with suppress(FileNotFoundError):  # Another was first.
@@ -118,14 +138,40 @@ def _take_out(run: RunDirectory, index: PlanIndex, receipt: Receipt, path: Path)
 
 
 def _thin_out(run: RunDirectory, folder: Path, keep: set[str], ledger: Ledger, receipt: Receipt) -> None:
-    """Remove what later plans have from an image folder; what never was the part's is left to `verify`."""
-    whole = read_row_table(ledger, receipt, ["file_name"])
-    own = {Path(name).name for name in whole["file_name"].to_pylist() if name}
+    """Take what later plans have out of an image folder; what never was the part's is left to `verify`."""
+    gone = _own(ledger, receipt) - keep
     for name in run.files.names(folder):
-        if name in own - keep:
-            run.files.remove_any(folder / name)
+        if name in gone and _is_file(run, folder / name):
+            run.files.remove(folder / name)
+        elif name in gone:
+            move_out(run, folder / name)
     if run.files.is_folder(folder):
         run.files.sync_folder(folder)
+
+
+def _own(ledger: Ledger, receipt: Receipt) -> set[str]:
+    """The names of a part's images, none where they are not known any more."""
+    try:
+        table = read_row_table(ledger, receipt, ["file_name"])
+    except Interrupted:
+        raise
+    except BatchgenError:
+        return set()
+    return {Path(name).name for name in table["file_name"].to_pylist() if name}
+
+
+def _is_file(run: RunDirectory, path: Path) -> bool:
+    return not run.files.is_link(path) and not run.files.is_folder(path)
+
+
+def move_out(run: RunDirectory, path: Path) -> Path:
+    """Move what is not the run's, or not known to be, out of `data/`; where it lies then, unless another was first."""
+    target = run.root / WITHDRAWN / f"{path.name}.{secrets.token_hex(4)}"
+    run.files.make_folder(target.parent)
+    with resumable(path), suppress(FileNotFoundError):
+        run.files.rename(path, target)  # A link itself, and a pipe: both may be moved and not be opened.
+        run.files.sync_folder(target.parent)
+    return target
 
 
 def _overtake(run: RunDirectory, receipt: Receipt, plan: int) -> None:

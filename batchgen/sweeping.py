@@ -5,12 +5,10 @@ Whatever a slot may still come to name is left alone.
 
 from __future__ import annotations
 
-import secrets
-from contextlib import suppress
 from pathlib import Path
 
 from batchgen.ledger import COMMITTED, TABLE_SUFFIX, Ledger, unstem
-from batchgen.mending import sweep_mended
+from batchgen.mending import move_out, sweep_mended
 from batchgen.owners import is_gone, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.rundir import RunDirectory
@@ -27,9 +25,7 @@ def withdraw(run: RunDirectory, ledger: Ledger) -> None:
         place = unstem(Path(name).stem)
         receipt = None if place is None else ledger.receipt(*place)
         if receipt is not None and receipt.part != name:
-            run.files.make_folder(run.root / "withdrawn")
-            with suppress(FileNotFoundError):  # Another finalize was first.
-                run.files.replace(run.data / name, run.root / "withdrawn" / f"{name}.{secrets.token_hex(4)}")
+            move_out(run, run.data / name)
 
 
 def sweep_left(run: RunDirectory, scratch: Path) -> None:

@@ -34,6 +34,7 @@ from batchgen.runner import Terms, run_job, run_planned
 from batchgen.stopping import Stop
 from batchgen.verify import verify
 from tests.crashes import Crash, machine
+from tests.damage import OTHERS, make_other
 from tests.plans import finished, folder, pattern_job, write
 from tests.shards import FORMATS
 
@@ -295,13 +296,17 @@ def test_sweeping_takes_what_no_slot_will_name_and_nothing_else(run: RunDirector
     assert sorted(os.listdir(run.plans)) == sorted(["0.json", run.index().folder])
 
 
-def test_what_was_published_of_an_abandoned_epoch_is_withdrawn(run: RunDirectory) -> None:
+@pytest.mark.parametrize("kind", ["file", *OTHERS])
+def test_what_was_published_of_an_abandoned_epoch_is_withdrawn(run: RunDirectory, kind: str) -> None:
     before, ledger = contents(run), ledger_of(run)
     receipt = committed(run)[0]
     epoch = ledger.state(receipt.shard).epoch
     assert ledger.abandon(receipt.shard, epoch)
     name = receipt.part.replace(f"-{receipt.epoch}", f"-{epoch}")
-    (run.data / name).write_text("never committed")
+    if kind == "file":
+        (run.data / name).write_text("never committed")
+    else:
+        make_other(run.data / name, kind)
     finalize(run)
     assert contents(run) == before
     (moved,) = os.listdir(run.root / "withdrawn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from batchgen.runner import run_job, run_planned
 from batchgen.verify import verify
 from tests import runs
 from tests.crashes import Crash, machine
-from tests.damage import emptied, flipped, truncated
+from tests.damage import OTHERS, emptied, flipped, make_other, truncated
 from tests.overtaking import Overtaken
 from tests.plans import folder, pattern_job, write
 from tests.shards import FORMATS
@@ -217,6 +218,65 @@ def test_what_never_was_the_runs_is_left_alone(run: RunDirectory) -> None:
     assert (run.data / "foreign.png").read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_lies_among_images_outlasts_them(
+    whole: dict[str, Path], memory: Path, kind: str, *, is_whole: bool
+) -> None:
+    """Where all of a folder's images are made again, and where some of them are."""
+    run = RunDirectory(memory / "run")
+    shutil.copytree(whole["files"], run.path)
+    places = runs_of(run)
+    part = max(run.data.glob("0*"), key=lambda one: len(os.listdir(one)))
+    lost = [row for row, place in places.items() if part.name in place][: None if is_whole else 1]
+    (part / "labels.json").write_text("mine")
+    make_other(part / ".thumbs", kind)
+    for row in lost:
+        (run.path / places[row]).unlink()
+    image = run.path / places[lost[0]]
+    make_other(image, "folder")
+    plans = repair(run, verify(run).damaged)
+    run_planned(run, plans, job_of(run, plans), failing("row 9"))
+    left = {fault.place for fault in verify(run).faults}
+    assert left == (set() if is_whole else {f"data/{part.name}/labels.json", f"data/{part.name}/.thumbs"})
+    (moved,) = (run.root / "withdrawn").iterdir()
+    assert moved.name.startswith(part.name if is_whole else image.name)
+    taken = moved if is_whole else part
+    assert (taken / "labels.json").read_text() == "mine"
+    assert os.path.lexists(taken / ".thumbs")
+    assert ((moved / image.name if is_whole else moved) / "mine").read_text() == "mine"
+    if is_whole:
+        assert sorted(os.listdir(moved)) == sorted([".thumbs", "labels.json", image.name])
+    else:
+        shutil.move(part / ".thumbs", memory)
+        (part / "labels.json").unlink()
+    assert len(runs.check_images(run.path)) == 9
+
+
+def test_nothing_is_known_to_be_the_part_s_without_its_row_table(whole: dict[str, Path], memory: Path) -> None:
+    run = RunDirectory(memory / "run")
+    shutil.copytree(whole["files"], run.path)
+    receipt = next(Ledger(run.root, run.files).committed([0]))
+    before = sorted(os.listdir(run.data / receipt.part))
+    (run.root / "work" / f"{receipt.stem}.rows.parquet").write_bytes(b"")
+    assert len(mended(run)) == len(receipt.ok)
+    (moved,) = (run.root / "withdrawn").iterdir()
+    assert sorted(os.listdir(moved)) == before
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_part_outlasts_the_one_whose_place_it_took(run: RunDirectory, kind: str) -> None:
+    part = run.data / next(Ledger(run.root, run.files).committed([0])).part
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    if part.suffix:
+        make_other(part, kind)
+    else:
+        part.write_text("mine")
+    assert mended(run)
+    moved = [one.name for one in (run.root / "withdrawn").glob("*")]
+    assert [name.startswith(f"{part.name}.") for name in moved] == ([] if part.suffix and kind == "pipe" else [True])
+
+
 def test_all_images_are_gone_with_their_folder(run: RunDirectory) -> None:
     pixels = runs.pixels(run.path)
     shutil.rmtree(run.data)
@@ -292,6 +352,21 @@ def test_the_command(tmp_path: Path) -> None:
     assert "not the run's, and left alone: data/mine; move them out of data/, where readers find them\n" in ended.err
     (out / "data" / "mine").unlink()
     assert len(runs.metadata(out)) == 6
+
+
+def test_the_command_says_what_it_moves_and_what_it_leaves(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
+    assert runs.run(source, out, "--set", "plan.shard_images=1", "--set", "plan.batch_sizes=[1]").code == 0
+    first, second, _ = sorted(out.glob("data/*/*.png"))
+    first.write_bytes(b"")
+    for image in (first, second):
+        (image.parent / "labels.json").write_text("mine")
+    ended = runs.batchgen("verify", out, "--repair")
+    assert ended.code == 0
+    (moved,) = (out / ".run" / "withdrawn").iterdir()
+    assert f"not known to be the run's, and moved out of data/, to {moved}\n" in ended.err
+    assert f"not the run's, and left alone: data/{second.parent.name}/labels.json; move them out of data/" in ended.err
+    assert [path.read_text() for path in sorted(out.rglob("labels.json"))] == ["mine", "mine"]
 
 
 @pytest.mark.parametrize("is_made", [False, True])

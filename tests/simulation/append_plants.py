@@ -92,7 +92,7 @@ def not_mended(patch: pytest.MonkeyPatch) -> None:
 
 @plant("a folder is taken out of data/ under another name in it")
 def left_in_data(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mending, "_take_out", lambda run, index, receipt, path: run.files.remove_any(path))
+    patch.setattr(mending, "_take_out", lambda run, index, ledger, receipt, path: run.files.remove_any(path))
 
 
 @plant("what a plan left of a part is brought in though a later plan has overtaken it")
@@ -106,7 +106,7 @@ def taken_out_too_soon(patch: pytest.MonkeyPatch) -> None:
         if index.made(receipt):
             real(run, index, ledger, receipt)
         else:
-            mending._take_out(run, index, receipt, publish.published(run, receipt))
+            mending._take_out(run, index, ledger, receipt, publish.published(run, receipt))
 
     real = mending._mend
     patch.setattr(mending, "_mend", mend_one)

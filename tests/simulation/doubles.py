@@ -43,10 +43,7 @@ from tests.simulation.world import World
 
 PATCHES: list[tuple[Any, str, Any]] = [
     *((module, "time", system.CLOCK) for module in (ledger, worker, epoch, making)),
-    *(
-        (module, "secrets", system.SECRETS)
-        for module in (filesystem, finalize, marker, mending, plans, repairing, sweeping)
-    ),
+    *((module, "secrets", system.SECRETS) for module in (filesystem, finalize, marker, mending, plans, repairing)),
     *((module, "this_process", system.this_process) for module in (balance, finalize, marker, runner, sweeping)),
     *((module, "has_ended", system.has_ended) for module in (owners, heart)),
     *((module, "part_table", appends.part_table) for module in (mending, repairing)),
