@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +146,7 @@ def status(directory: Path, as_json: bool, check: bool) -> None:
     run = RunDirectory(directory)
     index = run.index()
     balance = take_balance(index, Ledger(run.root, run.files))
-    is_finalized = is_finished(run)
+    is_finalized = is_finished(run, balance)
     if as_json:
         click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
     else:
@@ -173,7 +174,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from batchgen.appending import job_of
     from batchgen.balance import take_balance
     from batchgen.ledger import Ledger
-    from batchgen.marker import is_finished
+    from batchgen.marker import is_finished, is_marked
     from batchgen.mending import WITHDRAWN
     from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
@@ -189,15 +190,21 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
     click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
-    # A repair that was stopped has appended its plan, and what is still to be made is no fault.
-    goes_on = not plan_only and run.index().number > 0 and not is_finished(run)
+    index = run.index()
+    balance = take_balance(index, Ledger(run.root, run.files))
+    # A repair that was stopped has appended its plan or taken the marker away, and neither is a fault; nor is what a
+    # run that has not ended has still to make.
+    is_open = balance.outstanding and index.number == 0
+    goes_on = not plan_only and not is_open and not is_finished(run, balance)
     if not (repair and (found.faults or goes_on)):
-        balance = take_balance(run.index(), Ledger(run.root, run.files))
         if balance.outstanding:
             rows = f"{balance.outstanding:,} of {counted(balance.rows, 'row')}"
             say(f"outstanding, and not looked at: {rows}; the command that began the run makes them")
+        elif not is_marked(run):
+            again = shlex.join(["batchgen", "finalize", str(directory)])
+            say(f"not finalized: its tables and its card were not looked at; {again} writes them")
         sys.exit(3 if found.faults else 0)
-    job = job_of(run, run.index())
+    job = job_of(run, index)
     had = frozenset(run.files.names(run.root / WITHDRAWN))
     index = repair_run(run, found.damaged)
     moved = [f"{run.root / WITHDRAWN / name}" for name in run.files.names(run.root / WITHDRAWN) if name not in had]

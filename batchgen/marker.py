@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.balance import Balance
 from batchgen.owners import mark, this_process
 from batchgen.rundir import RunDirectory
 from batchgen.slots import NO_SLOT, sealed, unsealed
@@ -18,7 +19,7 @@ def put_marker(run: RunDirectory, facts: Mapping[str, Any], files: Mapping[str, 
     """Put the marker, with size and sha256 of the run directory's files by name; one that says the same is left as it
     is."""
     content = {**facts, "files": {name: list(one) for name, one in files.items()}}
-    if _read(run) == content:
+    if read_marker(run) == content:
         return
     # Renamed over the old one: a finisher that wakes late must not take a good marker away, if only for a moment.
     token = secrets.token_hex(8)
@@ -33,17 +34,31 @@ def remove_marker(run: RunDirectory) -> None:
     run.files.sync_folder(run.path)
 
 
-def is_finished(run: RunDirectory, *, reads_all: bool = False) -> bool:
-    """Whether the marker is there, stands for the highest plan, and each file that it names has the size that it names;
-    with `reads_all`, after an append, also the sha256: a finalizer that knows fewer plans may have put its own there
-    and died."""
-    marker = _read(run)
+def is_finished(run: RunDirectory, balance: Balance | None = None, *, reads_all: bool = False) -> bool:
+    """Whether the marker is there, stands for the highest plan and, where that is given, for how the run stands, and
+    each file that it names has the size that it names; with `reads_all`, after an append, also the sha256: a finalizer
+    that knows fewer plans may have put its own there and died."""
+    marker = read_marker(run)
     if marker is None or marker.get("plan") != run.index().number:
+        return False
+    if balance is not None and not stands_for(marker, balance):
         return False
     files = _files(marker)
     if any(_size(run, name) != size for name, (size, _) in files.items()):
         return False
     return not reads_all or marker["plan"] == 0 or not any(_damaged(run, files))
+
+
+def is_marked(run: RunDirectory) -> bool:
+    """Whether a marker that can be read stands for the highest plan."""
+    marker = read_marker(run)
+    return marker is not None and marker.get("plan") == run.index().number
+
+
+def stands_for(marker: Mapping[str, Any], balance: Balance) -> bool:
+    """Whether a marker was put for rows that stand so."""
+    counts = all(marker.get(name) == getattr(balance, name) for name in ("done", "failed", "rejected"))
+    return counts and not balance.outstanding
 
 
 def _size(run: RunDirectory, name: str) -> int | None:
@@ -56,21 +71,25 @@ def _files(marker: Mapping[str, Any]) -> Mapping[str, tuple[int, str]]:
 
 
 def damaged(run: RunDirectory) -> Iterator[tuple[str, str]]:
-    """Files that are not as the marker has them, and what is wrong. None where there is no marker."""
-    marker = _read(run)
-    return _damaged(run, _files(marker) if marker else {})
+    """Files that are not as the marker has them, the marker itself too, and what is wrong. None where there is no
+    marker."""
+    marker = read_marker(run)
+    if marker is None and run.files.stat(run.path / SUCCESS) is not None:
+        yield SUCCESS, "unreadable: the tables that it stands for are written again"
+    yield from _damaged(run, _files(marker) if marker else {})
 
 
 def _damaged(run: RunDirectory, files: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, str]]:
     for name, (size, sha256) in files.items():
-        if run.files.stat(run.path / name) is None:
+        found = _size(run, name)
+        if found is None:
             yield name, "missing"
-        elif run.files.digest(run.path / name) != (size, sha256):
+        elif found != size or run.files.digest(run.path / name) != (size, sha256):
             yield name, "altered: its sha256 is another one"
 
 
-def _read(run: RunDirectory) -> dict[str, Any] | None:
-    """None if there is none that can be read."""
+def read_marker(run: RunDirectory) -> dict[str, Any] | None:
+    """Its facts and files; None if there is none that can be read."""
     try:
         content = unsealed(run.files.read(run.path / SUCCESS) or b"")
         leads_out = any(".." in Path(name).parts or Path(name).is_absolute() for name in _files(content))

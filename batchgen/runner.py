@@ -167,7 +167,7 @@ def _work_off(run: RunDirectory, index: PlanIndex, job: Job, terms: Terms) -> tu
         finally:
             end(owner)
         balance = take_balance(index, ledger, job.run.stale_after_s)
-    if not balance.outstanding and not is_finished(run, reads_all=True):
+    if not balance.outstanding and not is_finished(run, balance, reads_all=True):
         finalize(run, plan=index.number)
     return balance, worst
 

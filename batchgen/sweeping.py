@@ -22,10 +22,15 @@ _FLEETING = (".tmp", ".link")
 def withdraw(run: RunDirectory, ledger: Ledger) -> None:
     """Take out of `data/` what lies there under the name of an epoch that was not committed."""
     for name in run.files.names(run.data):
-        place = unstem(Path(name).stem)
-        receipt = None if place is None else ledger.receipt(*place)
-        if receipt is not None and receipt.part != name:
+        if is_stray(ledger, name):
             move_out(run, run.data / name)
+
+
+def is_stray(ledger: Ledger, name: str) -> bool:
+    """Whether a name in `data/` is that of an epoch that was not committed, or not with it."""
+    place = unstem(Path(name).stem)
+    receipt = None if place is None else ledger.receipt(*place)
+    return receipt is not None and receipt.part != name
 
 
 def sweep_left(run: RunDirectory, scratch: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.balance import take_balance
 from batchgen.codec import decode
 from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.ledger import Ledger, Receipt
+from batchgen.marker import SUCCESS, read_marker, stands_for
 from batchgen.marker import damaged as damaged_files
 from batchgen.mending import content_of, read_row_table
 from batchgen.parts import others, part_digest, part_reader
@@ -24,6 +26,7 @@ from batchgen.plan_index import PlanIndex
 from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
+from batchgen.sweeping import is_stray
 from batchgen.wording import first_line
 from batchgen.writer import pixel_sha256
 
@@ -43,7 +46,7 @@ class Fault:
     """"" where no row is concerned."""
     image_number: int
     what: str
-    """"missing", "truncated", "altered", "foreign", "unreadable", with the particulars."""
+    """"missing", "truncated", "altered", "damaged", "foreign", "uncommitted", "unreadable", with the particulars."""
     is_curable: bool = True
     """Whether `repair` can do something about it: not about what never was the run's."""
 
@@ -83,8 +86,9 @@ def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda imag
 
 
 def _verify(run: RunDirectory, on_progress: Callable[[int], object]) -> Verified:
-    # Before plans and receipts are read: a running worker publishes nothing that they do not name by then.
-    there = set(run.files.names(run.data))
+    # Before plans and receipts are read: a running worker publishes nothing that they do not name by then, and whoever
+    # finalizes the run puts no marker for rows that they leave outstanding.
+    there, marker = set(run.files.names(run.data)), read_marker(run)
     index = run.index()
     ledger = Ledger(run.root, run.files)
     damaged: list[Checked] = []
@@ -101,11 +105,37 @@ def _verify(run: RunDirectory, on_progress: Callable[[int], object]) -> Verified
         if checked.faults:
             damaged.append(checked)
     faults = [fault for one in damaged for fault in one.faults]
+    faults += _unreadable_receipts(index, ledger)
     faults += [Fault(name, "", 0, what) for name, what in damaged_files(run)]
-    for name in run.files.names(run.data):
-        if name in there - known:
-            faults.append(Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it", is_curable=False))
+    if marker is not None and marker.get("plan") == index.number:
+        faults += _marker_fault(index, ledger, marker)
+    faults += [_unnamed(ledger, name) for name in run.files.names(run.data) if name in there - known]
     return Verified(num_images, tuple(faults), tuple(damaged))
+
+
+def _marker_fault(index: PlanIndex, ledger: Ledger, marker: Mapping[str, Any]) -> Iterator[Fault]:
+    balance = take_balance(index, ledger)
+    if not stands_for(marker, balance) and ledger.files.is_folder(ledger.root / "receipts"):
+        ledger.refresh()
+        balance = take_balance(index, ledger)
+    if not stands_for(marker, balance):
+        yield Fault(SUCCESS, "", 0, f"altered: by it the run is finished, by its receipts {balance.line()}")
+
+
+def _unreadable_receipts(index: PlanIndex, ledger: Ledger) -> Iterator[Fault]:
+    """Those of shards that still have rows to be made: others cost nothing any more."""
+    for state in ledger.states(index.shards):
+        for receipt in state.receipts if index.left(state) else ():
+            if not receipt.is_readable:
+                what = "damaged: it cannot be read, and its rows are made again"
+                yield Fault(f".run/receipts/{receipt.stem}", "", 0, what)
+
+
+def _unnamed(ledger: Ledger, name: str) -> Fault:
+    if is_stray(ledger, name):
+        what = "uncommitted: its receipt is another one or cannot be read; it is moved to .run/withdrawn"
+        return Fault(f"data/{name}", "", 0, what)
+    return Fault(f"data/{name}", "", 0, "foreign: no committed receipt names it", is_curable=False)
 
 
 def _spread(check: Callable[[Receipt], Checked], receipts: Iterable[Receipt]) -> Iterator[Checked]:

@@ -20,13 +20,14 @@ from batchgen import verify as verifying
 from batchgen.errors import BatchgenError, Interrupted
 from batchgen.finalize import finalize
 from batchgen.ledger import Ledger, Receipt
+from batchgen.marker import is_finished
 from batchgen.parts import part_digest, part_reader
 from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import verify
 from tests import runs as commands
 from tests.damage import OTHERS, emptied, flipped, make_other, truncated
-from tests.plans import finished
+from tests.plans import finished, frozen
 from tests.shards import FORMATS
 
 MANIFEST = {
@@ -165,12 +166,72 @@ def test_rows_that_are_outstanding_are_told_and_no_fault(tmp_path: Path) -> None
     source, out = commands.prompts(tmp_path / "m.parquet", 3), tmp_path / "out"
     assert commands.run(source, out).code == 0
     assert commands.batchgen("verify", out).err == ""
+    (out / "_SUCCESS").unlink()
     for receipt in list((out / ".run" / "receipts").iterdir()):
         shutil.rmtree(out / "data" / receipt.name)
         receipt.unlink()
     ended = commands.batchgen("verify", out)
     assert (ended.code, ended.closing_line) == (0, "0 images checked, 0 faults")
     assert ended.err == "outstanding, and not looked at: 3 of 3 rows; the command that began the run makes them\n"
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, flipped])
+def test_a_receipt_that_cannot_be_read_is_a_fault_and_its_rows_are_made_again(
+    run: RunDirectory, damage: Callable[[bytes], bytes]
+) -> None:
+    one = receipts(run)[0]
+    path = run.root / "receipts" / one.stem
+    path.write_bytes(damage(path.read_bytes()))
+    found = {fault.place: fault for fault in verify(run).faults}
+    assert found.keys() == {f".run/receipts/{one.stem}", f"data/{one.part}", "_SUCCESS"}
+    assert all(fault.is_curable and "foreign" not in fault.what for fault in found.values())
+    assert commands.batchgen("status", run.path).out.count("not finalized") == 1
+    ended = commands.batchgen("verify", run.path, "--repair")
+    assert (ended.code, "left alone" in ended.err) == (0, False), ended
+    assert verify(run).faults == ()
+    assert is_finished(run)
+    assert len(commands.check_images(run.path)) == 7
+
+
+def test_a_marker_over_rows_that_no_receipt_names_is_a_fault(run: RunDirectory) -> None:
+    (run.root / "receipts" / receipts(run)[-1].stem).unlink()
+    assert "_SUCCESS" in {fault.place for fault in verify(run).faults}
+    assert commands.batchgen("status", run.path).out.count("not finalized") == 1
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, flipped])
+def test_a_marker_that_cannot_be_read_is_a_fault(run: RunDirectory, damage: Callable[[bytes], bytes]) -> None:
+    marker = run.path / "_SUCCESS"
+    whole = marker.read_bytes()
+    marker.write_bytes(damage(whole))
+    (fault,) = verify(run).faults
+    assert (fault.place, fault.what.split(":")[0]) == ("_SUCCESS", "unreadable")
+    assert commands.batchgen("verify", run.path, "--repair").code == 0
+    assert verify(run).faults == ()
+    assert is_finished(run)
+
+
+def test_a_settled_run_without_a_marker_is_finalized_by_a_repair(run: RunDirectory) -> None:
+    """So left by one that was told to plan only, or stopped: the tables that it found damaged are written again."""
+    table = run.path / "metadata.parquet"
+    whole = table.read_bytes()
+    table.write_bytes(flipped(whole))
+    assert commands.batchgen("verify", run.path, "--repair", "--plan-only").code == 0
+    ended = commands.batchgen("verify", run.path)
+    assert (ended.code, ended.closing_line) == (0, "7 images checked, 0 faults")
+    again = f"batchgen finalize {run.path}"
+    assert ended.err == f"not finalized: its tables and its card were not looked at; {again} writes them\n"
+    assert commands.batchgen("verify", run.path, "--repair").code == 0
+    assert table.read_bytes() == whole
+    ended = commands.batchgen("verify", run.path)
+    assert (ended.code, ended.err) == (0, "")
+
+
+def test_a_repair_makes_no_rows_of_a_run_that_has_not_ended(tmp_path: Path) -> None:
+    frozen(tmp_path, MANIFEST)
+    ended = commands.batchgen("verify", tmp_path / "run", "--repair")
+    assert (ended.code, ended.closing_line) == (0, "0 images checked, 0 faults")
+    assert ended.err.startswith("outstanding, and not looked at: 7 of 7 rows")
 
 
 def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path: Path) -> None:

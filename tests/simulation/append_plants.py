@@ -164,7 +164,7 @@ def any_marker(patch: pytest.MonkeyPatch) -> None:
     """Nobody removes it, and nobody reads for which plan it stands."""
     real = SimulatedFiles.remove
     patch.setattr(SimulatedFiles, "remove", lambda self, path: path.name == marker.SUCCESS or real(self, path))
-    patch.setattr(runner, "is_finished", lambda run, reads_all: run.files.stat(run.path / marker.SUCCESS) is not None)
+    patch.setattr(runner, "is_finished", lambda run, *_, **__: run.files.stat(run.path / marker.SUCCESS) is not None)
 
 
 @plant("tables of the size that _SUCCESS names are taken for those that it stands for")
