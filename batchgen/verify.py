@@ -30,8 +30,8 @@ from batchgen.sweeping import is_stray
 from batchgen.wording import first_line
 from batchgen.writer import pixel_sha256
 
-_OWN_TABLES = frozenset({"metadata.parquet"})
-"""What lies in `data/` beside parts: the image folder's table."""
+_OWN_TABLES = {"files": ("metadata.parquet",)}
+"""What lies in `data/` beside parts, by `[output] format`: the image folder's table."""
 _CHECKED = ("index", "id", "image_number", "file_name", "bytes", "sha256", "format", "pixel_sha256")
 """Columns of a row table that images are held against."""
 
@@ -92,7 +92,7 @@ def _verify(run: RunDirectory, on_progress: Callable[[int], object]) -> Verified
     index = run.index()
     ledger = Ledger(run.root, run.files)
     damaged: list[Checked] = []
-    num_images, known = 0, set(_OWN_TABLES)
+    num_images, known = 0, set(_OWN_TABLES.get(index.output_format, ()))
 
     def check(receipt: Receipt) -> Checked:
         if index.made(receipt):

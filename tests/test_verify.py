@@ -234,6 +234,17 @@ def test_a_repair_makes_no_rows_of_a_run_that_has_not_ended(tmp_path: Path) -> N
     assert ended.err.startswith("outstanding, and not looked at: 7 of 7 rows")
 
 
+def test_only_an_image_folder_has_a_table_beside_its_parts(run: RunDirectory) -> None:
+    """Elsewhere a reader takes it for a part."""
+    format_name = run.index().output_format
+    (run.data / "metadata.parquet").write_bytes((run.path / "metadata.parquet").read_bytes())
+    (fault,) = verify(run).faults
+    assert fault.place == "data/metadata.parquet"
+    assert (fault.what.split(":")[0], fault.is_curable) == (
+        ("altered", True) if format_name == "files" else ("foreign", False)
+    )
+
+
 def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(runs["files"], tmp_path / "run")
     run = RunDirectory(tmp_path / "run")
