@@ -162,8 +162,9 @@ _plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, an
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--repair", is_flag=True, help="Make damaged images again, and no others.")
+@_moved_model
 @_plan_only
-def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
+def verify(directory: Path, repair: bool, model: str | None, plan_only: bool) -> NoReturn:
     """Read all images in DIRECTORY again and name the faults.
 
     \b
@@ -176,6 +177,7 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
     from batchgen.ledger import Ledger
     from batchgen.marker import is_finished, is_marked
     from batchgen.mending import WITHDRAWN
+    from batchgen.presence import present
     from batchgen.repairing import repair as repair_run
     from batchgen.rundir import RunDirectory
     from batchgen.runner import run_planned
@@ -183,7 +185,10 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
 
     if plan_only and not repair:
         raise UsageError("--plan-only appends the plan that --repair works off, and stops; give both")
+    if model and not repair:
+        raise UsageError("--model says where the model lies that --repair makes images with; give both")
     run = RunDirectory(directory)
+    job = job_of(run, run.index(), model) if repair else None  # Before all images are read.
     with tqdm(unit="img", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         found = verify_run(run, bar.update)
     for fault in found.faults:
@@ -204,9 +209,10 @@ def verify(directory: Path, repair: bool, plan_only: bool) -> NoReturn:
             again = shlex.join(["batchgen", "finalize", str(directory)])
             say(f"not finalized: its tables and its card were not looked at; {again} writes them")
         sys.exit(3 if found.faults else 0)
-    job = job_of(run, index)
+    assert job is not None
     had = frozenset(run.files.names(run.root / WITHDRAWN))
-    index = repair_run(run, found.damaged)
+    with present(run):
+        index = repair_run(run, found.damaged, model)
     moved = [f"{run.root / WITHDRAWN / name}" for name in run.files.names(run.root / WITHDRAWN) if name not in had]
     if moved:
         say(f"not known to be the run's, and moved out of data/, to {listed(moved)}")

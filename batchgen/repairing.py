@@ -17,7 +17,7 @@ from batchgen.rundir import RunDirectory
 from batchgen.verify import Checked
 
 
-def repair(run: RunDirectory, damaged: Iterable[Checked]) -> PlanIndex:
+def repair(run: RunDirectory, damaged: Iterable[Checked], model: str | None = None) -> PlanIndex:
     """Write parts anew whose images are whole, and append a plan of exactly those rows whose images are not. The run's
     plans then; working them off makes the images.
 
@@ -35,7 +35,7 @@ def repair(run: RunDirectory, damaged: Iterable[Checked]) -> PlanIndex:
             shard = one.receipt.shard
             rows[shard] = rows.get(shard, frozenset()) | bad
     remove_marker(run)  # Its tables are to be written again.
-    index = append_rows(run, index, rows)
+    index = append_rows(run, index, rows, model)
     mend(run, index, ledger)
     return index
 

@@ -439,3 +439,9 @@ def test_the_model_is_found_from_another_folder_and_where_it_was_moved_to(
     assert ended.code == 2
     assert "--model" in ended.err
     assert runs.batchgen("retry", out, "--model", tmp_path / "moved").code == 0
+    pixels = runs.pixels(out)
+    next(out.glob("data/*/*.png")).unlink()
+    assert runs.batchgen("verify", out, "--repair").code == 2
+    assert runs.batchgen("verify", out, "--model", tmp_path / "moved").code == 2
+    assert runs.batchgen("verify", out, "--repair", "--model", tmp_path / "moved").code == 0
+    assert runs.pixels(out) == pixels
