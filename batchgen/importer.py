@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,7 +178,8 @@ def _in_place(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # Of a disk that is lost or read-only, which was said already.
+            temporary.unlink(missing_ok=True)
 
 
 def _write(batches: Iterator[pa.RecordBatch], path: Path, source: str) -> int:

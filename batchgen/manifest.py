@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import difflib
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ READ_ROWS = 131_072
 READ_BYTES = 64 * 2**20
 """Rows read at a time, at most, and about their bytes in memory."""
 PROBED_ROWS = 1_024
+_PANDAS_INDEX = re.compile(r"__index_level_\d+__")
 BUFFER_BYTES = 2**20
 """Of a column of a row group, read from the disk at a time."""
 
@@ -59,6 +61,8 @@ class Manifest:
     """Under our names, each column in the type that holds it in all files."""
     sources: Mapping[str, str]
     """Our column name -> the name in the files."""
+    index_columns: tuple[str, ...]
+    """What pandas has written of row numbers or labels without a name; they are left out."""
 
     def place(self, row: int) -> tuple[Path, int]:
         """The file and the row in it (from 0) of a manifest row."""
@@ -137,6 +141,8 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     schemas = [_opened(path).schema_arrow for path in files]
     counts = [_opened(path).metadata.num_rows for path in files]
     columns = list(dict.fromkeys(name for schema in schemas for name in schema.names))
+    index_columns = [name for name in columns if _PANDAS_INDEX.fullmatch(name) and name not in (mapping or {}).values()]
+    columns = [name for name in columns if name not in index_columns]
     if cut := [name for name in columns if "\0" in name]:
         raise UsageError(f"manifest: column {cut[0]!r} has a NUL in its name, where readers cut it off; rename it")
     sources = _sources(columns, mapping or {})
@@ -147,7 +153,7 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     for path, schema in zip(files, schemas, strict=True):
         if (twice := _repeated_name(schema)) is not None:
             raise UsageError(f"{path}: column {twice!r} is there twice; give each column a name of its own")
-        for field in schema:
+        for field in (one for one in schema if one.name in ours):
             kept = field.with_type(replaced(field.type, partial(_carriable, path=path, column=field.name)))
             for name in ours[field.name]:
                 _merge(fields, kept.with_name(name), path, files)
@@ -158,6 +164,7 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
         num_rows=sum(counts),
         schema=pa.schema([pa.field(field.name, field.type) for field in fields.values()]),
         sources=sources,
+        index_columns=tuple(index_columns),
     )
 
 

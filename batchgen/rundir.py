@@ -213,7 +213,11 @@ def _freeze(
     planned = plan_manifest(names, job, on_progress)
     on_planned(planned)
     # The bookkeeping first: by it a run directory is told from a folder with something else in it.
-    for folder in (run.root, run.plans, run.data):
+    try:
+        run.files.make_folder(run.root)
+    except FileNotFoundError as error:
+        raise UsageError(f"{run.path} cannot be made here ({error}); name another place with -o DIR") from None
+    for folder in (run.plans, run.data):
         run.files.make_folder(folder)
     run.files.probe(run.root)
     return freeze_planned(run, job, planned)
@@ -316,10 +320,14 @@ def _cost(job: Job, facts: Facts) -> Cost:
 
 def _carried_notes(manifest: Manifest) -> list[str]:
     """What is only carried, so that a misspelt parameter is seen before a night is spent on it."""
+    notes = [
+        f"column {name!r} is an index of pandas' and left out; to_parquet(index=False) does not write it"
+        for name in manifest.index_columns
+    ]
     if not manifest.carried:
-        return []
+        return notes
     taken = set(manifest.schema.names)
-    notes = [f"carried into the metadata as they are: {listed(manifest.carried)}"]
+    notes += [f"carried into the metadata as they are: {listed(manifest.carried)}"]
     for name in manifest.carried:
         near = difflib.get_close_matches(name.lower().replace(" ", "_"), PARAMETERS, n=1, cutoff=0.8)
         if near and near[0] not in taken:

@@ -262,3 +262,19 @@ def test_what_is_taken_out_of_a_run_directory_in_use_stops_the_run(
         stopped(runs.run(source, out, *SMALL), "is gone: it was taken out of the run directory|is not there any more")
     ended = runs.run(source, out, *SMALL)
     assert (ended.code, ended.closing_line) == (0, DONE)
+
+
+def test_an_import_onto_a_read_only_disk_says_so(tmp_path: Path, mounted: Mount) -> None:
+    (tmp_path / "p.txt").write_text("a fox\n")
+    mounted.mount("size=1m")
+    mounted.remount("ro")
+    ended = runs.batchgen("import", tmp_path / "p.txt", "-o", mounted.path / "m.parquet")
+    assert ended.code == 75
+    assert "read-only" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_place_where_no_folder_can_be_made_is_a_mistake(tmp_path: Path) -> None:
+    ended = runs.run(runs.prompts(tmp_path / "m.parquet", 2), Path("/proc/batchgen-out"))
+    assert ended.code == 2
+    assert "/proc/batchgen-out cannot be made here" in ended.err

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from batchgen import manifest
 from batchgen.errors import UsageError
 from batchgen.manifest import open_manifest
 from batchgen.manifest_files import find_files
+from tests import runs
 from tests.plans import folder, frozen, pattern_job, planned, write
 
 
@@ -287,3 +289,18 @@ def test_a_column_with_a_name_of_ours_is_refused_with_the_way_out(tmp_path: Path
     done = planned(tmp_path, table, overrides=["columns.manifest_sha256='sha256'"])
     assert done.draft.survey.manifest.carried == ("manifest_sha256",)
     assert pattern_job("columns.manifest_sha256='sha256'").columns == {"manifest_sha256": "sha256"}
+
+
+def test_the_index_that_pandas_writes_is_no_column(tmp_path: Path) -> None:
+    """It comes with the rows that a table was joined or filtered of, and would make every row another one."""
+    table = pd.DataFrame({"prompt": ["a", "b", "c"], "own": [1, 2, 3]})
+    table.iloc[[1, 2, 0]].to_parquet(tmp_path / "m.parquet")
+    assert "__index_level_0__" in pq.read_schema(tmp_path / "m.parquet").names
+    manifest = open_manifest([tmp_path / "m.parquet"])
+    assert manifest.schema.names == ["prompt", "own"]
+    assert manifest.index_columns == ("__index_level_0__",)
+    assert [row["own"] for batch in manifest.batches() for row in batch.to_pylist()] == [2, 3, 1]
+    ended = runs.batchgen("plan", tmp_path / "m.parquet", "--model", "pattern")
+    assert "column '__index_level_0__' is an index of pandas' and left out" in ended.err
+    asked = open_manifest([tmp_path / "m.parquet"], {"id": "__index_level_0__"})
+    assert asked.schema.names == ["prompt", "own", "id"]
