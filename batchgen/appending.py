@@ -16,7 +16,7 @@ import pyarrow as pa
 from batchgen.drafts import row_schema
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_stored
-from batchgen.ledger import Ledger, ranges
+from batchgen.ledger import Ledger
 from batchgen.marker import remove_marker
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import Facts
@@ -25,6 +25,7 @@ from batchgen.plan_index import BucketWork, PlanIndex, Replaced
 from batchgen.plan_reader import PlanReader
 from batchgen.plans import Base, put_plan, write_shards
 from batchgen.presence import present
+from batchgen.ranges import ranges
 from batchgen.rundir import (
     Planned,
     RunDirectory,
@@ -64,7 +65,7 @@ def _stored(run: RunDirectory, index: PlanIndex, model: str | None) -> Job:
 def failed(run: RunDirectory, index: PlanIndex) -> Rows:
     """The rows that failed, each in its highest plan."""
     found: dict[int, frozenset[int]] = {}
-    for receipt in Ledger(run.root, run.files).committed(index.shards):
+    for receipt in Ledger(run.root, run.files, plan=index.token).committed(index.shards):
         if rows := index.rows(receipt.shard) & frozenset(receipt.failed):
             found[receipt.shard] = found.get(receipt.shard, frozenset()) | rows
     return found
@@ -93,7 +94,7 @@ def _append_rows(run: RunDirectory, index: PlanIndex, rows: Rows, facts: Facts) 
 
 
 def _check_settled(run: RunDirectory, index: PlanIndex, rows: Rows) -> None:
-    ledger = Ledger(run.root, run.files)
+    ledger = Ledger(run.root, run.files, plan=index.token)
     for state in ledger.states(rows):
         if still_open := rows[state.shard] & index.left(state):
             raise UsageError(

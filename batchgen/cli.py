@@ -145,7 +145,7 @@ def status(directory: Path, as_json: bool, check: bool) -> None:
 
     run = RunDirectory(directory)
     index = run.index()
-    balance = take_balance(index, Ledger(run.root, run.files))
+    balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
     is_finalized = is_finished(run, balance)
     if as_json:
         click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
@@ -196,7 +196,7 @@ def verify(directory: Path, repair: bool, model: str | None, plan_only: bool) ->
         click.echo(f"{fault.place}{row}: {fault.what}")
     click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
     index = run.index()
-    balance = take_balance(index, Ledger(run.root, run.files))
+    balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
     # A repair that was stopped has appended its plan or taken the marker away, and neither is a fault; nor is what a
     # run that has not ended has still to make.
     is_open = balance.outstanding and index.number == 0

@@ -116,7 +116,8 @@ def say_balance(directory: Path) -> Balance | None:
 
     run = RunDirectory(directory)
     try:
-        balance = take_balance(run.index(), Ledger(run.root, run.files))
+        index = run.index()
+        balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
     except (BatchgenError, OSError) as error:
         say(f"the run directory cannot be read now ({error}); the balance is not known")
         return None

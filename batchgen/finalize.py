@@ -22,7 +22,7 @@ from batchgen.card import card, image_folder_table
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.filesystem import resumable
 from batchgen.ledger import Ledger, Receipt
-from batchgen.marker import put_marker, remove_marker
+from batchgen.marker import CARD, put_marker, remove_marker
 from batchgen.mending import content_of, mend, read_row_table
 from batchgen.metadata import failed_rows, made_rows, row_table_schema
 from batchgen.owners import mark, this_process
@@ -86,7 +86,7 @@ def finalize(run: RunDirectory, *, is_partial: bool = False, plan: int | None = 
 
 
 def _finalize(run: RunDirectory, index: PlanIndex, *, is_partial: bool) -> Balance:
-    ledger = Ledger(run.root, run.files)
+    ledger = Ledger(run.root, run.files, plan=index.token)
     balance = take_balance(index, ledger)
     if balance.outstanding and not is_partial:
         raise UsageError(
@@ -240,10 +240,10 @@ def _close(
         num_images=balance.done,
         num_failed=balance.failed,
     )
-    temp = scratch / "README.md"
+    temp = scratch / CARD
     run.files.write(temp, text.encode())
-    digests["README.md"] = run.files.digest(temp)
-    run.files.replace(temp, run.path / "README.md")
+    digests[CARD] = run.files.digest(temp)
+    run.files.replace(temp, run.path / CARD)
     for name in _PARTIAL:
         run.files.remove(run.path / name)
     facts = {

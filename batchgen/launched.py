@@ -72,10 +72,10 @@ def main() -> NoReturn:
 
 def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
     run = RunDirectory(order.out)
-    ledger = Ledger(run.root, run.files, launched_process())
     try:
         with present(run):
             index, left, others = run.index(), order.left, order.num_others
+            ledger = Ledger(run.root, run.files, launched_process(), index.token)
             work(Task(run, index, order.job, ledger, left, others, order.may_wait, order.time_left), stop, reporter)
     except Exception as error:
         if stop.was_raised:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.owners import Owner, gone_because, mark
+from batchgen.ranges import indices, ranges
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
 CLOCK_S = 60.0
@@ -30,8 +31,6 @@ TABLE_SUFFIX = ".rows.parquet"
 GIVEN_BACK_S = 1.0
 """The change time of a claim whose owner stopped and could not put its receipt."""
 COMMITTED, RELEASED, ABANDONED = "committed", "released", "abandoned"
-MAX_ROWS = 2**20
-"""Of a shard: a receipt that names more cannot be one."""
 _PART_SUFFIXES = ("", ".tar", ".parquet")
 
 
@@ -65,6 +64,8 @@ class Receipt:
     """Of the rows made: those without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
+    plan: str = ""
+    """The `PlanIndex.token` of the run that it is about."""
     is_readable: bool = True
     """False for a slot whose content is no receipt: it counts as abandoned."""
 
@@ -138,10 +139,13 @@ class Suspicion:
 class Ledger:
     """The slots under `RUN/.run/`, as one worker (or an onlooker without an owner) sees and fills them."""
 
-    def __init__(self, root: Path, files: FileSystem, owner: Owner | None = None) -> None:
+    def __init__(self, root: Path, files: FileSystem, owner: Owner | None = None, plan: str = "") -> None:
+        """`plan` is the run's `PlanIndex.token`. Receipts of another run count as abandoned: their putter was at work
+        here, or paused, when the directory was replaced by this run's. "" takes all."""
         self.root = root
         self.files = files
         self.owner = owner
+        self.plan = plan
         self._clock_read_at = float("-inf")
         self._clock_offset_s = 0.0
         self._ahead: dict[tuple[int, int, float], float] = {}
@@ -195,7 +199,7 @@ class Ledger:
     def receipt(self, shard: int, epoch: int) -> Receipt | None:
         """The receipt of an epoch; one that cannot be read counts as abandoned."""
         content = self.files.read(self.receipt_path(shard, epoch))
-        return None if content is None else _receipt(content, shard, epoch)
+        return None if content is None else _receipt(content, shard, epoch, self.plan)
 
     def claim(self, shard: int, epoch: int) -> bool:
         """Try to become the owner of an epoch that has no claim; False if another was first."""
@@ -204,7 +208,8 @@ class Ledger:
 
     def commit(self, receipt: Receipt) -> bool:
         """Settle the rows of a receipt, whose part and row table are durable; False if the epoch was taken away."""
-        return self._put(self.receipt_path(receipt.shard, receipt.epoch), _content(receipt))
+        content = _content(replace(receipt, plan=self.plan))
+        return self._put(self.receipt_path(receipt.shard, receipt.epoch), content)
 
     def release(self, shard: int, epoch: int) -> bool:
         """Give an epoch back without a row. On a disk that has no room for that, the claim at least is left as one that
@@ -296,12 +301,13 @@ def _content(receipt: Receipt) -> dict[str, Any]:
     return content
 
 
-def _receipt(content: bytes, shard: int, epoch: int) -> Receipt:
+def _receipt(content: bytes, shard: int, epoch: int, plan: str) -> Receipt:
     try:
         fields = unsealed(content)
         fields |= {name: indices(fields[name]) for name in _ROWS}
         receipt = _RECEIPT.validate_json(json.dumps(fields), strict=True)
-        if (receipt.shard, receipt.epoch) == (shard, epoch) and _is_sound(receipt):
+        is_this_runs = not (plan and receipt.plan) or receipt.plan == plan
+        if (receipt.shard, receipt.epoch) == (shard, epoch) and is_this_runs and _is_sound(receipt):
             return receipt
     except NO_SLOT:
         pass
@@ -323,24 +329,3 @@ def _claim(content: bytes | None) -> Claim | None:
         return _CLAIM.validate_json(json.dumps(unsealed(content or b"")), strict=True)
     except NO_SLOT:
         return None
-
-
-def ranges(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Indices as ascending (first, last) pairs."""
-    pairs: list[tuple[int, int]] = []
-    for row in sorted(rows):
-        if pairs and pairs[-1][1] == row - 1:
-            pairs[-1] = (pairs[-1][0], row)
-        else:
-            pairs.append((row, row))
-    return pairs
-
-
-def indices(pairs: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The indices of `ranges`. Raises ValueError for pairs that are not ascending or leave what a shard can hold."""
-    found: list[int] = []
-    for first, last in pairs:
-        if not (found[-1] if found else -1) < first <= last < MAX_ROWS:
-            raise ValueError(f"rows {first} to {last}")
-        found += range(first, last + 1)
-    return tuple(found)

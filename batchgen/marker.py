@@ -13,6 +13,7 @@ from batchgen.rundir import RunDirectory
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
 SUCCESS = "_SUCCESS"
+CARD = "README.md"
 
 
 def put_marker(run: RunDirectory, facts: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
@@ -36,8 +37,9 @@ def remove_marker(run: RunDirectory) -> None:
 
 def is_finished(run: RunDirectory, balance: Balance | None = None, *, reads_all: bool = False) -> bool:
     """Whether the marker is there, stands for the highest plan and, where that is given, for how the run stands, and
-    each file that it names has the size that it names; with `reads_all`, after an append, also the sha256: a finalizer
-    that knows fewer plans may have put its own there and died."""
+    each file that it names has the size that it names; with `reads_all` also the sha256, for a finalizer may have put
+    its own there and died: one that knows fewer plans, after an append, or one after the directory was renamed, whose
+    name only the card holds."""
     marker = read_marker(run)
     if marker is None or marker.get("plan") != run.index().number:
         return False
@@ -46,7 +48,8 @@ def is_finished(run: RunDirectory, balance: Balance | None = None, *, reads_all:
     files = _files(marker)
     if any(_size(run, name) != size for name, (size, _) in files.items()):
         return False
-    return not reads_all or marker["plan"] == 0 or not any(_damaged(run, files))
+    read = files if marker["plan"] else {name: one for name, one in files.items() if name == CARD}
+    return not reads_all or not any(_damaged(run, read))
 
 
 def is_marked(run: RunDirectory) -> bool:

@@ -18,7 +18,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
-from batchgen.ledger import Receipt, ShardState, indices
+from batchgen.ledger import Receipt, ShardState
+from batchgen.ranges import indices
 from batchgen.records import Bucket, Group, Work
 from batchgen.slots import NO_SLOT, sealed, unsealed
 from batchgen.wording import shorten
@@ -124,6 +125,11 @@ class PlanIndex:
         """All that lies under `.run/plan/` beside the slots."""
         names = [one.name for one in self.files] + [self.rejected]
         return frozenset([self.folder, *(PurePosixPath(name).parts[0] for name in names if name)])
+
+    @property
+    def token(self) -> str:
+        """What tells this run from another one that lay in its place: the first folder of its plans."""
+        return PurePosixPath(self.files[0].name).parts[0] if self.files else self.folder
 
     def gone(self, shard: int) -> frozenset[int]:
         """Rows of a shard that a later plan has."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.columns import as_type, is_text
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.filesystem import readable
 from batchgen.metadata import CARRIED
 from batchgen.plan_index import PlanIndex
@@ -40,9 +40,19 @@ class PlanReader:
                 with pq.ParquetFile(source, page_checksum_verification=True) as opened:
                     table = opened.read_row_group(number - file.first_shard)
         except (OSError, ValueError, pa.ArrowException) as error:
+            self._require_same_run()
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
         schema = pa.schema([_short(field) for field in table.schema])
         return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
+
+    def _require_same_run(self) -> None:
+        """Raises Interrupted where another run has taken this one's place."""
+        slot = self._root / "0.json"
+        if slot.exists() and self.index.token not in slot.read_text(encoding="utf-8", errors="replace"):
+            raise Interrupted(
+                f"{self._root.parent.parent} is another run's directory by now: that of this run was moved or removed "
+                "while it was in use. Nothing more is written here"
+            )
 
 
 def _short(field: pa.Field) -> pa.Field:

@@ -30,7 +30,8 @@ def publish(run: RunDirectory, receipt: Receipt) -> None:
             return
         # Another published it, and it was taken out again where a plan was appended that has all its rows.
         run.files.sync_folder(run.plans)
-        whole = Ledger(run.root, run.files).receipt(receipt.shard, receipt.epoch)  # The one at hand may have no rows.
+        ledger = Ledger(run.root, run.files, plan=receipt.plan)
+        whole = ledger.receipt(receipt.shard, receipt.epoch)  # The one at hand may have no rows.
         if whole is None or run.index().made(whole):
             raise BatchgenError(
                 f"{target}, which a receipt names, is missing, and so is what it is made of ({error.filename}); "

@@ -24,7 +24,7 @@ def repair(run: RunDirectory, damaged: Iterable[Checked], model: str | None = No
     Rows whose part cannot be written as it was, because another version of a library wrote it, are made again too.
     """
     index, rows = run.index(), dict[int, frozenset[int]]()
-    ledger = Ledger(run.root, run.files)
+    ledger = Ledger(run.root, run.files, plan=index.token)
     ledger.make_folders()
     run.files.make_folder(run.data)
     for one in damaged:

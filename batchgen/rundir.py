@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,18 +20,18 @@ from batchgen.filesystem import FileSystem, is_utf8, resumable
 from batchgen.job import Job
 from batchgen.known import Known
 from batchgen.ledger import FOLDERS
-from batchgen.manifest import PARAMETERS, Manifest, open_manifest
+from batchgen.manifest import Manifest, open_manifest
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
 from batchgen.models.folder import architecture, facts_of, identity, located
+from batchgen.notes import notes_of
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader
 from batchgen.planner import Limits
 from batchgen.plans import Proposal, freeze
 from batchgen.rejections import Rejections
-from batchgen.survey import Survey, survey
+from batchgen.survey import survey
 from batchgen.truncation import check_truncation
-from batchgen.wording import listed
 
 _FREE = (
     "run",
@@ -141,7 +140,7 @@ def plan_manifest(
         raise UsageError(rejections.message(surveyed.num_rejected))
     limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
     check_truncation(surveyed, job)
-    notes = _notes(surveyed, facts, job)
+    notes = notes_of(surveyed, facts, job)
     return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes))
 
 
@@ -316,40 +315,3 @@ def _cost(job: Job, facts: Facts) -> Cost:
         return PatternModel()
     measured = None if job.engine.device == "cpu" else recall(architecture(job.model), job.engine.mode)
     return measured or ConservativeModel()
-
-
-def _carried_notes(manifest: Manifest) -> list[str]:
-    """What is only carried, so that a misspelt parameter is seen before a night is spent on it."""
-    notes = [
-        f"column {name!r} is an index of pandas' and left out; to_parquet(index=False) does not write it"
-        for name in manifest.index_columns
-    ]
-    if not manifest.carried:
-        return notes
-    taken = set(manifest.schema.names)
-    notes += [f"carried into the metadata as they are: {listed(manifest.carried)}"]
-    for name in manifest.carried:
-        near = difflib.get_close_matches(name.lower().replace(" ", "_"), PARAMETERS, n=1, cutoff=0.8)
-        if near and near[0] not in taken:
-            notes.append(f"column {name!r} is not read; if it is {near[0]}, say --set columns.{near[0]}={name!r}")
-    return notes
-
-
-def _notes(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
-    notes = [facts.note] if facts.note else []
-    if facts.text_length and job.plan.on_truncate == "warn":
-        notes.append(
-            f"the model reads {facts.text_length - 2} tokens of a prompt: longer ones are cut, and counted in the "
-            "closing lines; --on-truncate error names them before anything is made"
-        )
-    notes += _carried_notes(surveyed.manifest)
-    if surveyed.num_repeated_noise:
-        notes.append(
-            "images that repeat another one's prompt, parameters and noise seed, and will equal it: "
-            f"{surveyed.num_repeated_noise:,} (explicit seeds are kept as they are)"
-        )
-    if len(surveyed.redrawn.rows):
-        notes.append(
-            f"derived seeds that met another of the same prompt and were drawn again: {len(surveyed.redrawn.rows):,}"
-        )
-    return notes

@@ -146,7 +146,7 @@ def _work_off(run: RunDirectory, index: PlanIndex, job: Job, terms: Terms) -> tu
     """Work until nothing is left of these plans, and finalize the run if they are still all; the balance, and what the
     workforce ended with."""
     owner = this_process()
-    ledger = Ledger(run.root, run.files, owner)
+    ledger = Ledger(run.root, run.files, owner, index.token)
     ledger.make_folders()
     # Before any part of a later plan is published: no row is there twice.
     mend(run, index, ledger)

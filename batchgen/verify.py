@@ -90,7 +90,7 @@ def _verify(run: RunDirectory, on_progress: Callable[[int], object]) -> Verified
     # finalizes the run puts no marker for rows that they leave outstanding.
     there, marker = set(run.files.names(run.data)), read_marker(run)
     index = run.index()
-    ledger = Ledger(run.root, run.files)
+    ledger = Ledger(run.root, run.files, plan=index.token)
     damaged: list[Checked] = []
     num_images, known = 0, set(_OWN_TABLES.get(index.output_format, ()))
 

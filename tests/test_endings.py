@@ -487,3 +487,16 @@ def test_killed_at_any_moment(tmp_path: Path, output: str) -> None:
     assert runs.pixels(out) == runs.pixels(tmp_path / "calm")
     runs.check_images(out)
     assert runs.batchgen("verify", out).code == 0
+
+
+def test_a_card_of_another_name_is_written_again(tmp_path: Path) -> None:
+    """Left by a finalizer that was killed between card and marker, after the directory was renamed: of equal length."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "moved"
+    assert runs.run(source, tmp_path / "first").code == 0
+    (tmp_path / "first").rename(out)
+    card = out / "README.md"
+    card.write_text(card.read_text().replace("# first", "# moved"))
+    assert runs.batchgen("verify", out).code == 3
+    assert runs.run(source, out).code == 0
+    assert "# moved" in card.read_text()
+    assert runs.batchgen("verify", out).code == 0

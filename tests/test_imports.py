@@ -26,7 +26,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft schedule
+    errors version wording streams slurm.environment timeleft schedule ranges
     records slurm.programs
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
@@ -38,7 +38,7 @@ LAYERS = [
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
     modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
-    plan_reader engine.safety engine.steps
+    plan_reader engine.safety engine.steps notes
     engine.engine balance differences progress stopping importer
     rundir making
     marker publish report starts presence

@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from batchgen.marker import SUCCESS
 from batchgen.owners import mark, this_process
 from batchgen.plan_index import load_index
 from batchgen.publish import publish
+from batchgen.records import Batch
 from batchgen.rundir import RunDirectory, open_run
-from batchgen.runner import Terms, run_job
+from batchgen.runner import Terms, run_job, work
 from batchgen.verify import verify
+from tests import runs
 from tests.overtaking import Overtaken, finalize_until
 from tests.plans import folder, pattern_job, write
 from tests.processes import PROCESSES
 from tests.shards import FORMATS
+from tests.test_worker import Scripted
 
 OPTIONS = ("plan.batch_sizes=[1, 3]", "plan.shard_images=2", "plan.on_bad_row=skip", "output.encoders=1")
 MANIFEST = {"id": ["a", "b", "c", "d", "e"], "prompt": ["a", None, "fault: raise", "d", "e"]}
@@ -300,3 +304,43 @@ def test_a_finalizer_whose_run_directory_vanishes_says_so(
         with pytest.raises(Interrupted, match="the run directory is not there any more"):
             finalize(RunDirectory(path, files))
         shutil.rmtree(path.parent)
+
+
+class Replacing(Scripted):
+    """Where its first model loads or compiles, the run's directory is removed, and another run is planned there."""
+
+    def __init__(self, replace_run: Callable[[], object]) -> None:
+        super().__init__()
+        self._replace_run = replace_run
+
+    def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
+        replace_run, self._replace_run = self._replace_run, lambda: None
+        replace_run()
+
+
+@pytest.mark.parametrize("output_format", FORMATS)
+def test_a_worker_of_a_run_that_was_removed_settles_nothing_of_the_next_one_there(
+    tmp_path: Path, output_format: str
+) -> None:
+    """It wakes after `rm -r out` and the planning of another run with `-o out`: that has its own pictures."""
+    manifest, run = write(tmp_path / "manifest", {"prompt": list("abcdef")}), RunDirectory(tmp_path / "run")
+    old, new = (
+        pattern_job(
+            "plan.batch_sizes=[1]", "plan.shard_images=3", f"sampling.seed={seed}", f"output.format={output_format}"
+        )
+        for seed in (0, 1)
+    )
+
+    def replace_run() -> None:
+        shutil.rmtree(run.path)
+        Ledger(run.root, run.files, this_process(), open_run(run, manifest, new).token).make_folders()
+
+    terms = Terms(workforce=partial(work, opener=lambda job, context: Replacing(replace_run)))
+    with pytest.raises(Interrupted, match="is another run's directory by now"):
+        run_job(manifest, run.path, old, terms)
+    (late,) = Ledger(run.root, run.files).committed(run.index().shards)
+    assert late.plan != run.index().token
+    assert run_job(manifest, run.path, new).exit_code == 0
+    assert verify(run).faults == ()
+    run_job(manifest, tmp_path / "undisturbed", new)
+    assert runs.pixels(run.path) == runs.pixels(tmp_path / "undisturbed")

@@ -109,7 +109,8 @@ class Left:
 
 def left_of(run: RunDirectory, stale_after_s: float) -> Left:
     """What is left of a run that is planned. Raises UsageError for one that is not."""
-    balance = take_balance(run.index(), Ledger(run.root, run.files))
+    index = run.index()
+    balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
     holders = [one for one in balance.holders if one.heartbeat_age_s <= stale_after_s]
     held = [
         f"{counted(one.rows, 'row')} of shard {one.shard} held by job {one.job_id or '-'} on {one.host}, heard "

@@ -14,10 +14,11 @@ from typing import Any
 from batchgen.appending import Rows, append_rows, extend, failed
 from batchgen.errors import BatchgenError
 from batchgen.filesystem import resumable
-from batchgen.ledger import Ledger, Receipt, ranges
+from batchgen.ledger import Ledger, Receipt
 from batchgen.mending import Content
 from batchgen.plan_index import PlanIndex, Replaced
 from batchgen.publish import published
+from batchgen.ranges import ranges
 from batchgen.repairing import repair
 from batchgen.rundir import RunDirectory
 from batchgen.verify import Checked

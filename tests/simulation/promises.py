@@ -9,9 +9,10 @@ from functools import lru_cache
 from itertools import chain, count
 
 from batchgen import ledger
-from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, indices, stem, unstem
+from batchgen.ledger import ABANDONED, COMMITTED, TABLE_SUFFIX, Receipt, stem, unstem
 from batchgen.marker import SUCCESS
 from batchgen.plan_index import PlanIndex, joined
+from batchgen.ranges import indices
 from batchgen.slots import unsealed
 from tests.simulation.files import RUN, digest
 from tests.simulation.storage import File, Folder, Place, Storage
@@ -93,7 +94,7 @@ def receipts(storage: Storage, shard: int) -> list[Receipt]:
     """Of one shard, as they lie there, whatever their order."""
     names = storage.folder(RECEIPTS).names
     found = sorted(place for name in names if (place := unstem(name)) and place[0] == shard)
-    return [ledger._receipt(storage.file(RECEIPTS / stem(*place)).content, *place) for place in found]
+    return [ledger._receipt(storage.file(RECEIPTS / stem(*place)).content, *place, "") for place in found]
 
 
 def committed(storage: Storage, index: PlanIndex) -> Iterator[Receipt]:

@@ -1,0 +1,49 @@
+"""What a person should know of a manifest before a night is spent on it."""
+
+from __future__ import annotations
+
+import difflib
+
+from batchgen.job import Job
+from batchgen.manifest import PARAMETERS, Manifest
+from batchgen.models.facts import Facts
+from batchgen.survey import Survey
+from batchgen.wording import listed
+
+
+def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
+    """All of them, in the order in which they are said."""
+    notes = [facts.note] if facts.note else []
+    if facts.text_length and job.plan.on_truncate == "warn":
+        notes.append(
+            f"the model reads {facts.text_length - 2} tokens of a prompt: longer ones are cut, and counted in the "
+            "closing lines; --on-truncate error names them before anything is made"
+        )
+    notes += _carried_notes(surveyed.manifest)
+    if surveyed.num_repeated_noise:
+        notes.append(
+            "images that repeat another one's prompt, parameters and noise seed, and will equal it: "
+            f"{surveyed.num_repeated_noise:,} (explicit seeds are kept as they are)"
+        )
+    if len(surveyed.redrawn.rows):
+        notes.append(
+            f"derived seeds that met another of the same prompt and were drawn again: {len(surveyed.redrawn.rows):,}"
+        )
+    return notes
+
+
+def _carried_notes(manifest: Manifest) -> list[str]:
+    """What is only carried, so that a misspelt parameter is seen before a night is spent on it."""
+    notes = [
+        f"column {name!r} is an index of pandas' and left out; to_parquet(index=False) does not write it"
+        for name in manifest.index_columns
+    ]
+    if not manifest.carried:
+        return notes
+    taken = set(manifest.schema.names)
+    notes += [f"carried into the metadata as they are: {listed(manifest.carried)}"]
+    for name in manifest.carried:
+        near = difflib.get_close_matches(name.lower().replace(" ", "_"), PARAMETERS, n=1, cutoff=0.8)
+        if near and near[0] not in taken:
+            notes.append(f"column {name!r} is not read; if it is {near[0]}, say --set columns.{near[0]}={name!r}")
+    return notes
