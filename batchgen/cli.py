@@ -267,6 +267,23 @@ def finalize(directory: Path, partial: bool) -> None:
     click.echo(balance.line())
 
 
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png].")
+@click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
+def sheet(directory: Path, out: Path | None, rows: int) -> None:
+    """Write a contact sheet of DIRECTORY's first pictures, with their prompts.
+
+    \b
+    Example: batchgen sheet prompts-out
+    """
+    from batchgen.rundir import RunDirectory
+    from batchgen.sheet import write_sheet
+
+    target = out or directory / "sheet.png"
+    click.echo(f"{counted(write_sheet(RunDirectory(directory), target, rows), 'picture')} in {target}")
+
+
 cli.add_command(bench)
 cli.add_command(prefetch)
 cli.add_command(submit)

@@ -35,8 +35,9 @@ from batchgen.spill import Reorder, part_bounds
 from batchgen.sweeping import sweep, sweep_left, withdraw
 from batchgen.version import VERSION
 
-_PARTIAL = ("metadata.partial.parquet", "failures.partial.parquet")
 METADATA = "metadata.parquet"
+METADATA_PARTIAL = "metadata.partial.parquet"
+_PARTIAL = (METADATA_PARTIAL, "failures.partial.parquet")
 _CHECKED = ("status", "file_name", "bytes", "sha256")
 """Columns of a row table that parts are held against."""
 

@@ -10,8 +10,12 @@ import sys
 from itertools import cycle, islice, product
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from batchgen.models.demo.captions import plain
+from batchgen.models.demo.scenes import held_out_scenes, words_of
 
 SCHEMA = pa.schema(
     [
@@ -34,30 +38,30 @@ SCENES = ("on a table", "in the snow")
 
 QUICKSTART = (
     # id, prompt, negative prompt, width, height, steps, guidance scale, seed
-    ("red-apple", "a red apple on a wooden table", None, 64, 64, None, None, None),
-    ("green-cube", "a green cube on a white floor", None, 64, 64, None, None, None),
-    ("blue-sphere", "a blue sphere that floats in fog", None, 64, 64, 4, None, None),
-    ("yellow-cone", "a yellow cone beside a red ball", None, 64, 64, 6, 3.0, None),
-    ("two-triangles", "two orange triangles, one above the other", None, 64, 64, 8, 1.0, 1),
-    ("purple-star", "a purple star on a dark blue sky", "blurry", 64, 64, 8, 5.0, 2),
-    ("white-cat", "a white cat asleep on a green cushion", "a dog", 96, 64, 8, 7.5, None),
-    ("black-bicycle", "a black bicycle against a brick wall", None, 96, 64, None, None, None),
-    ("silver-train", "a silver train that crosses a stone bridge", None, 96, 64, 10, 6.0, 2**32),
-    ("orange-sunset", "an orange sunset over a flat sea", None, 96, 64, 4, 1.0, None),
-    ("grey-whale", "a grey whale under the surface of the sea", None, 96, 64, 12, 9.0, None),
-    ("pink-flamingo", "a pink flamingo that stands on one leg", None, 64, 96, None, None, None),
-    ("brown-owl", "a brown owl in a hollow tree", "feathers in the air", 64, 96, 6, 4.5, None),
-    ("tall-lighthouse", "a tall lighthouse with red and white stripes", None, 64, 96, 8, 7.5, 7),
-    ("green-bottle", "a green bottle with a yellow label", None, 64, 96, 5, 2.0, None),
-    ("gold-key", "a gold key that hangs from a string", None, 64, 96, 8, 1.0, 2**53 + 1),
-    ("red-umbrella", "a red umbrella in the rain", "people", 96, 96, 8, 6.5, None),
-    ("blue-teapot", "a blue teapot and two white cups", None, 96, 96, None, None, None),
-    ("three-circles", "three circles: red, yellow and blue", None, 96, 96, 4, 1.0, 3),
-    ("snowy-hill", "a hill in the snow with one dark tree", None, 96, 96, 12, 8.0, None),
-    ("paper-boat", "a paper boat on a puddle", None, 96, 96, 7, 3.5, 2**64 - 1),
-    ("checker-board", "a checker board seen from above", None, 128, 128, 6, 5.0, None),
-    ("rainbow-kite", "a kite in the colours of the rainbow — 🪁", None, 128, 128, 8, 7.5, None),
-    ("round-window", "a round window that looks out on a garden", "text, letters", 128, 128, 10, 9.0, 11),
+    ("red-apple", "a small red apple on a blue background", None, 64, 64, 8, None, None),
+    ("penguin", "a large penguin on a cyan background", None, 64, 64, 10, None, None),
+    ("green-triangle", "a green triangle left of a yellow circle on a white background", None, 64, 64, 10, 4.0, None),
+    ("rocket", "a rocket on a purple background", None, 64, 64, 12, 3.0, None),
+    ("pizza", "a picture of a large pizza on a green background", None, 64, 64, 8, 2.0, 1),
+    ("any-fox", "a fox", "a white background", 64, 64, 12, 5.0, 2),
+    ("cat-and-dog", "a cat left of a dog on a yellow background", None, 96, 64, 10, 4.0, None),
+    ("bicycle", "a bicycle on the right on a pink background", None, 96, 64, None, None, None),
+    ("train", "a train on the left on a grey background", None, 96, 64, 10, 6.0, 2**32),
+    ("sunset", "sunset, orange background", None, 96, 64, 6, 1.0, None),
+    ("whale", "a whale on a blue background", None, 96, 64, 12, 5.0, None),
+    ("flamingo", "a flamingo at the top on a white background", None, 64, 96, None, None, None),
+    ("owl", "a large owl", "a black background", 64, 96, 10, 4.5, None),
+    ("rainbow-sun", "a sun above a rainbow on a blue background", None, 64, 96, 12, 5.0, 7),
+    ("bottle", "a baby bottle at the bottom, brown background", None, 64, 96, 8, 2.0, None),
+    ("key", "a key on a black background", None, 64, 96, 8, 1.0, 2**53 + 1),
+    ("umbrella", "an umbrella on a red background", None, 96, 96, 10, 4.5, None),
+    ("cactus", "the cactus on a cyan background", None, 96, 96, None, None, None),
+    ("red-cross", "a large red cross on a white background", None, 96, 96, 8, 1.0, 3),
+    ("tree", "a big tree on a pink background", "a small tree", 96, 96, 12, 5.0, None),
+    ("boat", "a sailboat below a cloud on a cyan background", None, 96, 96, 12, 3.5, 2**64 - 1),
+    ("unicorn", "a unicorn on a purple background", None, 128, 128, 8, 4.0, None),
+    ("kite", "a kite 🪁 on a green background", None, 128, 128, 10, None, None),
+    ("guitar", "a huge guitar, no text", "text, letters", 128, 128, 10, 5.0, 11),
 )
 
 
@@ -109,7 +113,22 @@ def broken() -> pa.Table:
     return _table(rows, schema)
 
 
-MANIFESTS = {"quickstart": quickstart, "mixed_sizes": mixed_sizes, "broken": broken}
+def thousand() -> pa.Table:
+    """1,000 scenes in pairs of words that the demo model was never shown, for its judge: `scene` says what is right."""
+    number = 1000
+    scenes = held_out_scenes(np.random.default_rng(6), number)
+    sizes = cycle(((64, 64), (96, 64), (64, 64), (64, 96), (96, 96)))
+    asked = [scenes[one] for one in range(number)]
+    table = _table(
+        [
+            (f"held-out-{one:04d}", plain(scene), None, *size, 12, 4.0, None)
+            for one, (scene, size) in enumerate(zip(asked, sizes, strict=False))
+        ]
+    )
+    return table.append_column("scene", pa.array([words_of(scene) for scene in asked]))
+
+
+MANIFESTS = {"quickstart": quickstart, "mixed_sizes": mixed_sizes, "thousand": thousand, "broken": broken}
 
 
 def write(folder: Path) -> None:

@@ -32,7 +32,10 @@ LAYERS = [
     cost models.safety refilling
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base
-    models.demo models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
+    models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
+    models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
+    models.demo.denoiser models.demo.train
+    models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
     known plan_index glance
     models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
@@ -44,7 +47,7 @@ LAYERS = [
     marker publish report starts presence
     mending appending sweeping
     epoch finalize verify
-    repairing
+    repairing sheet
     worker saying slurm.script
     runner slurm.submit bench.workload bench.figures
     launched
@@ -89,7 +92,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize"])
+@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet"])
 def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes(tmp_path / "bin", monkeypatch)
     source, csv = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "m.csv"

@@ -12,10 +12,12 @@ import pytest
 
 from batchgen.checks import Rules
 from batchgen.job import load_job
+from batchgen.models.demo.captions import plain
+from batchgen.models.demo.scenes import gather, is_held_out, scene_of
 from batchgen.models.facts import Facts, SamplerFacts
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("quickstart", "mixed_sizes", "broken")
+NAMES = ("quickstart", "mixed_sizes", "thousand", "broken")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def test_every_broken_row_and_no_other_is_refused() -> None:
     rows = pq.read_table(ROOT / "manifests/broken.parquet").column("id").to_pylist()
     assert bad_ids("broken") == {row for row in rows if not row.startswith("good-") and row != "twice"}
     assert rows.count("twice") == 2
-    assert bad_ids("quickstart") == bad_ids("mixed_sizes") == set()
+    assert bad_ids("quickstart") == bad_ids("mixed_sizes") == bad_ids("thousand") == set()
 
 
 def test_mixed_sizes_has_five_rows_of_each_of_40() -> None:
@@ -79,6 +81,14 @@ def test_mixed_sizes_has_five_rows_of_each_of_40() -> None:
     assert len(set(sizes)) == 40
     assert all(sizes.count(size) == 5 and size[0] % 8 == size[1] % 8 == 0 for size in sizes)
     assert len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == 200
+
+
+def test_thousand_is_of_scenes_that_are_held_out() -> None:
+    table = pq.read_table(ROOT / "manifests/thousand.parquet")
+    scenes = [scene_of(words) for words in table["scene"].to_pylist()]
+    assert len(scenes) == 1000
+    assert is_held_out(gather(scenes)).all()
+    assert table["prompt"].to_pylist() == [plain(scene) for scene in scenes]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.toml")), ids=lambda path: path.name)

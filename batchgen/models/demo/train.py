@@ -30,8 +30,6 @@ from batchgen.models.demo.scenes import Scene, held_out_scenes
 from batchgen.models.demo.training import Data, Pace, Record, Settings, load_settings, smoke
 from batchgen.records import Pixels
 
-_SHOWN = 48
-"""Pictures in `samples.png`: held-out scenes."""
 _JUDGED = ((64, 64, 2.0), (64, 64, 4.0), (64, 64, 7.5), (96, 64, 4.0), (64, 96, 4.0), (96, 96, 4.0), (128, 128, 4.0))
 """Width, height and guidance scale."""
 _STEPS = 15
@@ -78,7 +76,7 @@ def train(settings: Settings, out: Path, minutes: float, resume: Path | None = N
 
     def save() -> None:
         save_pipeline(pipeline, out / "model")
-        _sheet(_held_out_pictures(pipeline, _SHOWN, 64, 64, 4.0)).save(out / "samples.png")
+        _sheet(_held_out_pictures(pipeline, settings.num_shown, 64, 64, 4.0)).save(out / "samples.png")
 
     pace = Pace(end - time.monotonic(), settings.max_steps)
     train_denoiser(pipeline, data, settings, pace, record, save, resumed=resume is not None)

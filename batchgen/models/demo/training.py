@@ -66,6 +66,8 @@ class Settings:
     max_steps: int | None = None
     """Of each stage; None where time alone ends it."""
     num_judged: int = 400
+    num_shown: int = 48
+    """Pictures in `samples.png`."""
     compiles: bool = True
 
 
@@ -81,7 +83,14 @@ def load_settings(path: Path = FOLDER / "training.toml") -> Settings:
 def smoke(settings: Settings) -> Settings:
     """The same stages on next to nothing."""
     return replace(
-        settings, batch_pixels=4 * 64 * 64, scenes=256, max_steps=6, num_judged=5, log_every_s=0.0, compiles=False
+        settings,
+        batch_pixels=4 * 64 * 64,
+        scenes=256,
+        max_steps=6,
+        num_judged=2,
+        num_shown=2,
+        log_every_s=0.0,
+        compiles=False,
     )
 
 

@@ -1,0 +1,110 @@
+"""`batchgen sheet`: which pictures it shows, in which order, from which containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from batchgen import codec
+from batchgen.sheet import contact_sheet
+from tests import runs
+
+COLOURS = [(200, 30, 30), (30, 200, 30), (30, 30, 200), (200, 200, 30), (30, 200, 200), (120, 60, 200)]
+
+
+def plain(number: int, width: int = 64, height: int = 64) -> np.ndarray:
+    return np.full((height, width, 3), COLOURS[number], np.uint8)
+
+
+def has_colour(sheet: Image.Image, number: int) -> bool:
+    return bool((np.asarray(sheet) == COLOURS[number]).all(-1).any())
+
+
+def first_places(sheet: Image.Image, count: int) -> list[tuple[int, int]]:
+    """Where each colour begins: row, then column."""
+    pixels = np.asarray(sheet)
+    found = [np.argwhere((pixels == COLOURS[number]).all(-1)).min(0) for number in range(count)]
+    return [(int(y) // 100, int(x)) for y, x in found]
+
+
+def test_pictures_stand_in_order_row_by_row() -> None:
+    sheet = contact_sheet([(plain(number), f"prompt {number}") for number in range(6)])
+    places = first_places(sheet, 6)
+    assert places == sorted(places)
+    assert len({row for row, _ in places}) == 2
+
+
+def test_a_picture_keeps_its_proportions_and_is_made_to_fit() -> None:
+    for width, height in ((32, 16), (64, 64), (4000, 2000)):
+        sheet = contact_sheet([(plain(0, width, height), "a prompt")])
+        ys, xs = np.nonzero((np.asarray(sheet) == COLOURS[0]).all(-1))
+        assert (np.ptp(xs) + 1, np.ptp(ys) + 1) == (160, 160 * height // width)
+
+
+def test_prompts_are_written_and_long_ones_cut() -> None:
+    def ink(prompt: str) -> int:
+        return int((np.asarray(contact_sheet([(plain(0), prompt)]))[170:] < 128).all(-1).sum())
+
+    assert ink("") == 0
+    assert ink("a fox") > 0
+    assert ink("word " * 1000) == ink("word " * 500) > ink("a fox")
+    assert contact_sheet([(plain(0), "word " * 1000)]).size == contact_sheet([(plain(0), "")]).size
+    assert ink("🦊 狐 \u202e \x00") >= 0
+
+
+@pytest.mark.parametrize("kind", runs.FORMATS)
+def test_the_first_rows_of_a_run_in_manifest_order(tmp_path: Path, kind: str) -> None:
+    sizes = [(64, 64), (96, 64), (64, 96), (64, 64), (128, 64), (64, 64)]
+    rows = [{"id": f"r{n}", "prompt": f"prompt {n}", "width": w, "height": h} for n, (w, h) in enumerate(sizes)]
+    source, out = runs.manifest(tmp_path / "m.parquet", rows), tmp_path / "out"
+    assert runs.run(source, out, "--format", kind).code == 0
+    ended = runs.batchgen("sheet", out, "--rows", 4, "-o", tmp_path / "four.png")
+    assert (ended.code, ended.out) == (0, f"4 pictures in {tmp_path / 'four.png'}\n")
+    files = runs.images(out)
+    wanted = [(codec.decode(files[line["file_name"]]), line["prompt"]) for line in runs.metadata(out)[:4]]
+    assert [prompt for _, prompt in wanted] == [f"prompt {n}" for n in range(4)]
+    with Image.open(tmp_path / "four.png") as made:
+        assert np.array_equal(np.asarray(made), np.asarray(contact_sheet(wanted)))
+    assert runs.batchgen("sheet", out).out == f"6 pictures in {out / 'sheet.png'}\n"
+    assert runs.batchgen("verify", out).code == 0
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
+    ended = runs.batchgen("sheet", out)
+    assert ended.code == 2
+    assert "is no run directory" in ended.err
+    assert runs.run(source, out).code == 0
+    (out / "metadata.parquet").rename(out / "metadata.partial.parquet")
+    assert runs.batchgen("sheet", out).code == 0
+    (out / "metadata.partial.parquet").unlink()
+    ended = runs.batchgen("sheet", out)
+    assert ended.code == 2
+    assert f"batchgen finalize {out} --partial" in ended.err
+
+
+def test_a_lost_picture_is_named(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    lost = runs.metadata(out)[1]["file_name"]
+    (out / lost).unlink()
+    ended = runs.batchgen("sheet", out)
+    assert ended.code == 1
+    assert Path(lost).name in ended.err
+    assert "verify" in ended.err
+    assert not (out / "sheet.png").exists()
+
+
+def test_a_run_without_a_picture(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 1), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    table = pq.read_table(out / "metadata.parquet")
+    pq.write_table(pa.table(table).slice(0, 0), out / "metadata.parquet")
+    ended = runs.batchgen("sheet", out)
+    assert ended.code == 2
+    assert "has no picture to show" in ended.err
