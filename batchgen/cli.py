@@ -269,7 +269,9 @@ def finalize(directory: Path, partial: bool) -> None:
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png].")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png]."
+)
 @click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
 def sheet(directory: Path, out: Path | None, rows: int) -> None:
     """Write a contact sheet of DIRECTORY's first pictures, with their prompts.

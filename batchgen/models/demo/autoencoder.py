@@ -10,6 +10,8 @@ from torch.nn.functional import l1_loss
 
 from batchgen.models.demo.training import Data, Pace, Record, Settings, autocast, optimizer, step
 
+_FIRST_LOGVAR = -6.0
+"""Of the latents' posterior. At 0 their noise would drown what they say at first, so that they might never say it."""
 _MEASURED = 4096
 """Pictures over which the latents' mean and deviation are taken."""
 
@@ -18,9 +20,11 @@ def train_autoencoder(vae: Any, data: Data, settings: Settings, pace: Pace, reco
     """Train until `pace` is over: encoder and decoder, then the latents are standardised; resumed, the decoder alone,
     because the denoiser knows these latents."""
     device = next(vae.parameters()).device
-    vae.to(memory_format=torch.channels_last).train().requires_grad_(True)
+    vae.train().requires_grad_(True)
     vae.encoder.requires_grad_(not resumed)
     vae.quant_conv.requires_grad_(not resumed)
+    if not resumed:
+        vae.quant_conv.bias.data[vae.config.latent_channels :] = _FIRST_LOGVAR
     parameters = [one for one in vae.parameters() if one.requires_grad]
     made = optimizer(parameters, settings.autoencoder.rate, device)
     pictures, total, counted, said_s = 0, torch.zeros((), device=device), 0, 0.0

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import mse_loss
 
 from batchgen.models.demo.networks import SCHEDULER
 from batchgen.models.demo.training import Data, Pace, Record, Settings, autocast, optimizer, step, tokens
+
+_EAGER_S = 10.0
+"""Before compiling, so that the record has both speeds."""
 
 
 def train_denoiser(
@@ -34,8 +38,14 @@ def train_denoiser(
     for batch in data.batches():
         if pace.share >= 1:
             break
-        loss = stage.loss(batch.pictures, batch.tokens)
-        step(made, loss, stage.parameters, rate * pace.factor)
+        if settings.compiles and not stage.is_compiled and pace.elapsed_s > _EAGER_S:
+            stage.compile()
+        try:
+            loss = stage.loss(batch.pictures, batch.tokens)
+            step(made, loss, stage.parameters, rate * pace.factor)
+        except TorchDynamoException as error:
+            stage.stay_eager(error)
+            continue
         pace.steps += 1
         stage.average(pace.steps)
         pictures, total, counted = pictures + len(batch.pictures), total + loss.detach(), counted + 1
@@ -56,25 +66,35 @@ class _Stage:
         self.device: torch.device = next(pipeline.unet.parameters()).device
         self._vae, self._settings = pipeline.vae, settings
         self._unet, self._text = (copy.deepcopy(one).train().requires_grad_(True) for one in averaged)
-        self._unet.to(memory_format=torch.channels_last)
+        self._layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        self._unet.to(memory_format=self._layout)
         self.parameters = [*self._unet.parameters(), *self._text.parameters()]
         for one in averaged:
             one.eval().requires_grad_(False)
         self._averages = [parameter for one in averaged for parameter in one.parameters()]
-        self._network = torch.compile(self._unet, dynamic=True) if self._compiles else self._unet
+        self._network: Any = self._unet
+        self.is_compiled = False
         kept = DDPMScheduler.from_config(SCHEDULER).alphas_cumprod.to(self.device)
         self._signal, self._noise = kept.sqrt(), (1 - kept).sqrt()
         self._empty = tokens(pipeline.tokenizer, [""]).to(self.device).long()
 
-    @property
-    def _compiles(self) -> bool:
-        return self._settings.compiles and self.device.type == "cuda"
+    def compile(self) -> None:
+        """One graph for every size from now on: the first size would else be compiled for equal sides."""
+        if self.device.type == "cuda":
+            torch.fx.experimental._config.use_duck_shape = False  # type: ignore[attr-defined]
+            self._network = torch.compile(self._unet, dynamic=True)
+        self.is_compiled = True
+
+    def stay_eager(self, error: Exception) -> None:
+        """Go on without the compiled network."""
+        print(f"compiling failed, so training goes on eagerly: {error}", flush=True)
+        self._network = self._unet
 
     def loss(self, pictures: Tensor, captions: Tensor) -> Tensor:
         """Mean squared error of the velocity (Salimans and Ho 2022, appendix D) at evenly drawn timesteps."""
         number = len(pictures)
         with torch.no_grad(), autocast(self.device):
-            latents = self._vae.encode(pictures).latent_dist.sample().float()
+            latents = self._vae.encode(pictures).latent_dist.mean.float()
         even = (torch.rand(1, device=self.device) + torch.arange(number, device=self.device) / number) % 1
         timesteps = (even * len(self._signal)).long().clamp(max=len(self._signal) - 1)
         signal, share = self._signal[timesteps, None, None, None], self._noise[timesteps, None, None, None]
@@ -83,20 +103,8 @@ class _Stage:
         is_dropped = torch.rand(number, 1, device=self.device) < self._settings.denoiser.drop
         with autocast(self.device):
             encoded = self._text(torch.where(is_dropped, self._empty, captions))[0]
-            predicted = self._predict(noisy, timesteps, encoded)
+            predicted = self._network(noisy.contiguous(memory_format=self._layout), timesteps, encoded).sample
         return mse_loss(predicted.float(), velocity)
-
-    def _predict(self, noisy: Tensor, timesteps: Tensor, encoded: Tensor) -> Tensor:
-        noisy = noisy.contiguous(memory_format=torch.channels_last)
-        try:
-            made: Tensor = self._network(noisy, timesteps, encoded, return_dict=False)[0]
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._network is self._unet:
-                raise
-            print(f"compiling failed, so training goes on eagerly: {error}", flush=True)
-            self._network = self._unet
-            made = self._unet(noisy, timesteps, encoded, return_dict=False)[0]
-        return made
 
     @torch.no_grad()
     def average(self, steps: int) -> None:

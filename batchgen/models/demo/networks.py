@@ -90,7 +90,7 @@ def build(texts: Iterable[str], seed: int = 0) -> Any:
 
 def open_pipeline(folder: Path) -> Any:
     """A saved pipeline in float32, to be trained on."""
-    return diffusers.StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32, safety_checker=None)
+    return diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None).to(torch.float32)
 
 
 def save_pipeline(pipeline: Any, folder: Path) -> None:

@@ -32,7 +32,6 @@ from batchgen.records import Pixels
 
 _JUDGED = ((64, 64, 2.0), (64, 64, 4.0), (64, 64, 7.5), (96, 64, 4.0), (64, 96, 4.0), (96, 96, 4.0), (128, 128, 4.0))
 """Width, height and guidance scale."""
-_STEPS = 15
 
 
 @click.command()
@@ -42,9 +41,7 @@ _STEPS = 15
 @click.option("--smoke", "is_smoke", is_flag=True, help="A few steps of every stage, to see that all of it runs.")
 @click.option("--eager", is_flag=True, help="Do not compile.")
 @click.option("--batch-pixels", type=int, help="In place of the settings'.")
-def main(
-    out: Path, minutes: float, resume: Path | None, is_smoke: bool, eager: bool, batch_pixels: int | None
-) -> None:
+def main(out: Path, minutes: float, resume: Path | None, is_smoke: bool, eager: bool, batch_pixels: int | None) -> None:
     """Train the demo model, or train it on."""
     settings = smoke(load_settings()) if is_smoke else load_settings()
     settings = replace(settings, compiles=settings.compiles and not eager)
@@ -76,7 +73,7 @@ def train(settings: Settings, out: Path, minutes: float, resume: Path | None = N
 
     def save() -> None:
         save_pipeline(pipeline, out / "model")
-        _sheet(_held_out_pictures(pipeline, settings.num_shown, 64, 64, 4.0)).save(out / "samples.png")
+        _sheet(_held_out_pictures(pipeline, settings, settings.num_shown, (64, 64, 4.0))).save(out / "samples.png")
 
     pace = Pace(end - time.monotonic(), settings.max_steps)
     train_denoiser(pipeline, data, settings, pace, record, save, resumed=resume is not None)
@@ -103,30 +100,32 @@ def _judge(pipeline: Any, settings: Settings) -> list[dict[str, Any]]:
     found = []
     for number, (width, height, guidance) in enumerate(_JUDGED):
         count = settings.num_judged if number < 3 else max(settings.num_judged // 4, 1)
-        made = _held_out_pictures(pipeline, count, width, height, guidance)
+        made = _held_out_pictures(pipeline, settings, count, (width, height, guidance))
         verdicts = [judge(picture, scene) for scene, picture in made]
-        found.append({"width": width, "height": height, "guidance": guidance, "steps": _STEPS} | report(verdicts))
+        facts = {"width": width, "height": height, "guidance": guidance, "steps": settings.judged_steps}
+        found.append(facts | report(verdicts))
     return found
 
 
 def _held_out_pictures(
-    pipeline: Any, number: int, width: int, height: int, guidance: float
+    pipeline: Any, settings: Settings, number: int, how: tuple[int, int, float]
 ) -> list[tuple[Scene, Pixels]]:
     scenes = held_out_scenes(np.random.default_rng(1), number)
     asked = [scenes[one] for one in range(number)]
-    return list(zip(asked, pictures(pipeline, [plain(one) for one in asked], width, height, guidance), strict=True))
+    made = _pictures(pipeline, [plain(one) for one in asked], settings.judged_steps, how)
+    return list(zip(asked, made, strict=True))
 
 
-def pictures(pipeline: Any, prompts: list[str], width: int, height: int, guidance: float) -> list[Pixels]:
-    """What diffusers' own pipeline makes of prompts."""
+def _pictures(pipeline: Any, prompts: list[str], steps: int, how: tuple[int, int, float]) -> list[Pixels]:
+    """What diffusers' own pipeline makes of prompts, with this width, height and guidance scale."""
     found: list[Pixels] = []
     for start in range(0, len(prompts), 128):
         made = pipeline(
             prompts[start : start + 128],
-            width=width,
-            height=height,
-            num_inference_steps=_STEPS,
-            guidance_scale=guidance,
+            width=how[0],
+            height=how[1],
+            guidance_scale=how[2],
+            num_inference_steps=steps,
             generator=torch.Generator("cpu").manual_seed(start),
             output_type="np",
         ).images

@@ -68,6 +68,8 @@ class Settings:
     num_judged: int = 400
     num_shown: int = 48
     """Pictures in `samples.png`."""
+    judged_steps: int = 15
+    """Of the sampler, for both."""
     compiles: bool = True
 
 
@@ -85,10 +87,11 @@ def smoke(settings: Settings) -> Settings:
     return replace(
         settings,
         batch_pixels=4 * 64 * 64,
-        scenes=256,
-        max_steps=6,
-        num_judged=2,
+        scenes=32,
+        max_steps=3,
+        num_judged=1,
         num_shown=2,
+        judged_steps=2,
         log_every_s=0.0,
         compiles=False,
     )
@@ -130,7 +133,7 @@ class Data:
         number = max(self._settings.batch_pixels // (width * height), 1)
         chosen = torch.randint(len(self._tokens), (number,), generator=self._random, device=self._device)
         pictures = self._painter.paint(self._places[width, height], chosen, width, height, self._random)
-        return Batch(pictures.contiguous(memory_format=torch.channels_last), self._tokens[chosen].long())
+        return Batch(pictures, self._tokens[chosen].long())
 
 
 def _captions(scenes: Scenes, rng: random.Random) -> list[str]:

@@ -22,9 +22,7 @@ def trained_tokenizer(texts: Iterable[str]) -> Any:
     plain = tokenizer()
     steps = plain.backend_tokenizer
     words = {
-        word
-        for text in texts
-        for word, _ in steps.pre_tokenizer.pre_tokenize_str(steps.normalizer.normalize_str(text))
+        word for text in texts for word, _ in steps.pre_tokenizer.pre_tokenize_str(steps.normalizer.normalize_str(text))
     }
     merges = _merges(sorted(words))
     base = plain.get_vocab()
