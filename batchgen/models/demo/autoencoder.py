@@ -53,14 +53,16 @@ def _loss(vae: Any, pictures: Tensor, settings: Settings) -> Tensor:
     mean, logvar = posterior.mean.float(), posterior.logvar.float()
     divergence = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     weights = settings.autoencoder
-    return l1_loss(made, pictures) + weights.edges * edges + weights.divergence * divergence
+    loss: Tensor = l1_loss(made, pictures) + weights.edges * edges + weights.divergence * divergence
+    return loss
 
 
 @torch.no_grad()
 def _standardise(vae: Any, data: Data, settings: Settings) -> None:
     """Give each latent channel mean 0 and deviation 1, in the 1x1 convolutions before and after the latents, so that
     the pipeline's one scaling factor is 1."""
-    found, num_pictures = [], min(_MEASURED, settings.scenes)
+    found: list[Tensor] = []
+    num_pictures = min(_MEASURED, settings.scenes)
     while sum(map(len, found)) < num_pictures:
         found.append(vae.encode(data.batch(*settings.sizes[0][:2]).pictures).latent_dist.mean)
     latents = torch.cat(found)

@@ -81,7 +81,7 @@ class _Stage:
     def compile(self) -> None:
         """One graph for every size from now on: the first size would else be compiled for equal sides."""
         if self.device.type == "cuda":
-            torch.fx.experimental._config.use_duck_shape = False  # type: ignore[attr-defined]
+            torch.fx.experimental._config.use_duck_shape = False
             self._network = torch.compile(self._unet, dynamic=True)
         self.is_compiled = True
 

@@ -31,6 +31,8 @@ _EDGE = 2
 _REACH = round(JITTER * _SHORTER) + 1
 """Pixels that a thing may lie off its place: one more than the drawn ones do."""
 
+_FULL = np.float32(255)
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -75,7 +77,7 @@ def judge(picture: Pixels, scene: Scene) -> Verdict:
     scale = _SHORTER / min(picture.shape[:2])
     height, width = (round(side * scale) for side in picture.shape[:2])
     reduced = Image.fromarray(picture).resize((width, height), Image.Resampling.BOX)
-    pixels = np.asarray(reduced, np.float32) / 255
+    pixels = np.asarray(reduced, np.float32) / _FULL
     background = _edge_colour(pixels)
     (side,), (lefts,), (uppers,) = boxes(gather([scene]), width, height)
     things = tuple(
@@ -88,14 +90,14 @@ def judge(picture: Pixels, scene: Scene) -> Verdict:
 
 @functools.lru_cache(maxsize=4)
 def _drawings(side: int) -> _Drawings:
-    rgba = drawings(side).astype(np.float32) / 255
+    rgba = drawings(side).astype(np.float32) / _FULL
     alpha = rgba[..., 3:]
-    return _Drawings((rgba[..., :3] * alpha).reshape(len(rgba), -1), (1 - alpha).reshape(len(rgba), -1))
+    return _Drawings((rgba[..., :3] * alpha).reshape(len(rgba), -1), (np.float32(1) - alpha).reshape(len(rgba), -1))
 
 
 @functools.cache
 def _palette() -> Floats:
-    return np.array(list(COLOURS.values()), np.float32) / 255
+    return np.array(list(COLOURS.values()), np.float32) / _FULL
 
 
 def _edge_colour(pixels: Floats) -> Floats:

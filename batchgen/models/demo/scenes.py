@@ -161,7 +161,8 @@ def is_held_out(scenes: Scenes) -> npt.NDArray[np.bool_]:
     backgrounds = num_things() + scenes.background
     found = _is_kept_back(scenes.first, backgrounds) | (is_pair & _is_kept_back(scenes.second, backgrounds))
     low, high = np.minimum(scenes.first, scenes.second), np.maximum(scenes.first, scenes.second)
-    return found | (is_pair & _is_kept_back(low, high))
+    is_out: npt.NDArray[np.bool_] = found | (is_pair & _is_kept_back(low, high))
+    return is_out
 
 
 def _is_kept_back(left: Numbers, right: Numbers) -> npt.NDArray[np.bool_]:
@@ -169,7 +170,8 @@ def _is_kept_back(left: Numbers, right: Numbers) -> npt.NDArray[np.bool_]:
     mixed = (left.astype(np.uint64) << np.uint64(32)) + right.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(_HELD_OUT_OF) == 0
+    is_kept: npt.NDArray[np.bool_] = (mixed ^ (mixed >> np.uint64(31))) % np.uint64(_HELD_OUT_OF) == 0
+    return is_kept
 
 
 def words_of(scene: Scene) -> str:

@@ -93,9 +93,8 @@ def drawings(side: int) -> npt.NDArray[np.uint8]:
 
 def _reduced(drawing: Image.Image, side: int) -> Image.Image:
     """Pillow weighs colours by their alpha only in "RGBa"."""
-    if drawing.size == (side, side):
-        return drawing
-    return drawing.convert("RGBa").resize((side, side), Image.Resampling.BOX).convert("RGBA")
+    how = Image.Resampling.BOX if side <= SIDE else Image.Resampling.BICUBIC
+    return drawing.convert("RGBa").resize((side, side), how).convert("RGBA")
 
 
 @functools.cache

@@ -55,7 +55,6 @@ def train(settings: Settings, out: Path, minutes: float, resume: Path | None = N
     end = time.monotonic() + 60 * minutes - settings.reserve_s
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
     earlier = json.loads((resume / "training.json").read_text())["stretches"] if resume else []
     seed = settings.seed + len(earlier)
     torch.manual_seed(seed)

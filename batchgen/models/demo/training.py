@@ -65,7 +65,7 @@ class Settings:
     denoiser: Denoiser
     max_steps: int | None = None
     """Of each stage; None where time alone ends it."""
-    num_judged: int = 400
+    num_judged: int = 200
     num_shown: int = 48
     """Pictures in `samples.png`."""
     judged_steps: int = 15
