@@ -185,9 +185,10 @@ class Record:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, stage: str, pace: Pace, pictures: int, **values: float) -> None:
-        """One point, printed and written."""
-        rate = round(pictures / max(pace.elapsed_s, 1e-9), 1)
+        """One point, written, and printed with the speed since the one before."""
         point = {"stage": stage, "step": pace.steps, "seconds": round(pace.elapsed_s, 1), "pictures": pictures}
+        before = self.curve[-1] if self.curve and self.curve[-1]["stage"] == stage else {"seconds": 0, "pictures": 0}
+        rate = round((pictures - before["pictures"]) / max(pace.elapsed_s - before["seconds"], 1e-3), 1)
         self.curve.append(point | {name: float(f"{value:.4g}") for name, value in values.items()})
         print(json.dumps(self.curve[-1] | {"pictures_per_s": rate}), flush=True)
         self.write()
