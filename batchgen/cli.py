@@ -274,7 +274,7 @@ def finalize(directory: Path, partial: bool) -> None:
 )
 @click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
 def sheet(directory: Path, out: Path | None, rows: int) -> None:
-    """Write a contact sheet of DIRECTORY's first pictures, with their prompts.
+    """Write a contact sheet of the pictures in DIRECTORY.
 
     \b
     Example: batchgen sheet prompts-out
