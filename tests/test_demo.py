@@ -147,12 +147,12 @@ class TestDrawings:
 class TestJudge:
     @pytest.mark.parametrize("size", SIZES)
     def test_it_is_right_on_drawings(self, size: tuple[int, int]) -> None:
-        scenes = some_scenes(40, seed=size[0] + size[1])
+        scenes = some_scenes(20, seed=size[0] + size[1])
         verdicts = [judge(one, asked) for one, asked in zip(draw(gather(scenes), *size, seed=1), scenes, strict=True)]
-        assert sum(one.has_background and one.has_things for one in verdicts) >= 39
+        assert sum(one.has_background and one.has_things for one in verdicts) >= 19
 
     def test_it_is_right_on_noisy_and_blurred_drawings(self) -> None:
-        scenes = some_scenes(40)
+        scenes = some_scenes(20)
         rng = np.random.default_rng(0)
         noisy = [np.clip(one + rng.normal(0, 25, one.shape), 0, 255).astype(np.uint8) for one in drawn(scenes)]
         soft = [np.asarray(Image.fromarray(one).resize((32, 32), 4).resize((64, 64), 2)) for one in drawn(scenes)]
@@ -160,7 +160,7 @@ class TestJudge:
         assert share(soft, scenes) >= 0.95
 
     def test_pictures_in_another_order_are_wrong(self) -> None:
-        scenes = some_scenes(40)
+        scenes = some_scenes(20)
         assert share([*drawn(scenes)[1:], drawn(scenes)[0]], scenes) == 0
 
     def test_each_part_of_a_scene_counts(self) -> None:
@@ -273,7 +273,8 @@ class TestTraining:
         files = [path for path in (tmp_path / "two/model").rglob("*") if path.is_file()]
         assert sum(path.stat().st_size for path in files) < 16e6
         assert {path.suffix for path in files} == {".json", ".safetensors"}
-        assert len(json.loads((tmp_path / "two/report.json").read_text())) == 7
+        judged = json.loads((tmp_path / "two/report.json").read_text())
+        assert [one["what"] for one in judged] == ["reconstructions"] + ["pictures"] * 7
         with Image.open(tmp_path / "two/samples.png") as shown:
             assert shown.size == (512, 64)
 

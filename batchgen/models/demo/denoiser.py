@@ -66,7 +66,8 @@ class _Stage:
         self.device: torch.device = next(pipeline.unet.parameters()).device
         self._vae, self._settings = pipeline.vae, settings
         self._unet, self._text = (copy.deepcopy(one).train().requires_grad_(True) for one in averaged)
-        self._layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        is_last = settings.compiles and self.device.type == "cuda"
+        self._layout = torch.channels_last if is_last else torch.contiguous_format
         self._unet.to(memory_format=self._layout)
         self.parameters = [*self._unet.parameters(), *self._text.parameters()]
         for one in averaged:

@@ -24,6 +24,7 @@ from PIL import Image
 from batchgen.models.demo.autoencoder import train_autoencoder
 from batchgen.models.demo.captions import all_texts, plain
 from batchgen.models.demo.denoiser import train_denoiser
+from batchgen.models.demo.drawing import draw
 from batchgen.models.demo.judge import judge, report
 from batchgen.models.demo.networks import build, open_pipeline, save_pipeline
 from batchgen.models.demo.scenes import Scene, held_out_scenes
@@ -95,15 +96,26 @@ def _facts(settings: Settings, minutes: float, device: torch.device) -> dict[str
 
 
 def _judge(pipeline: Any, settings: Settings) -> list[dict[str, Any]]:
-    """Reports by size and guidance; fewer pictures of the later sizes."""
-    found = []
+    """Reports of drawings that went through the autoencoder, then of pictures by size and guidance; fewer pictures of
+    the later sizes."""
+    found = [{"what": "reconstructions"} | report(judge(*one) for one in _reconstructions(pipeline, settings))]
     for number, (width, height, guidance) in enumerate(_JUDGED):
         count = settings.num_judged if number < 3 else max(settings.num_judged // 4, 1)
         made = _held_out_pictures(pipeline, settings, count, (width, height, guidance))
         verdicts = [judge(picture, scene) for scene, picture in made]
-        facts = {"width": width, "height": height, "guidance": guidance, "steps": settings.judged_steps}
-        found.append(facts | report(verdicts))
+        facts = {"what": "pictures", "width": width, "height": height, "guidance": guidance}
+        found.append(facts | {"steps": settings.judged_steps} | report(verdicts))
     return found
+
+
+@torch.no_grad()
+def _reconstructions(pipeline: Any, settings: Settings) -> list[tuple[Pixels, Scene]]:
+    """Drawings of held-out scenes, encoded and decoded: what the denoiser cannot surpass."""
+    scenes = held_out_scenes(np.random.default_rng(1), settings.num_judged)
+    drawings = torch.from_numpy(np.stack(draw(scenes, 64, 64, seed=0))).to(pipeline.device).movedim(-1, 1)
+    made = pipeline.vae.decode(pipeline.vae.encode(drawings / 127.5 - 1).latent_dist.mean).sample
+    pixels = ((made.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).movedim(1, -1).cpu().numpy()
+    return [(one, scenes[number]) for number, one in enumerate(pixels)]
 
 
 def _held_out_pictures(
