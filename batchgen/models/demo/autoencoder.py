@@ -26,14 +26,15 @@ def train_autoencoder(vae: Any, data: Data, settings: Settings, pace: Pace, reco
     if not resumed:
         vae.quant_conv.bias.data[vae.config.latent_channels :] = _FIRST_LOGVAR
     parameters = [one for one in vae.parameters() if one.requires_grad]
-    made = optimizer(parameters, settings.autoencoder.rate, device)
+    rate = settings.autoencoder.resumed_rate if resumed else settings.autoencoder.rate
+    made = optimizer(parameters, rate, device)
     pictures, total, counted, said_s = 0, torch.zeros((), device=device), 0, 0.0
     for batch in data.batches():
         if pace.share >= 1:
             break
         with autocast(device):
             loss = _loss(vae, batch.pictures, settings)
-        step(made, loss, parameters, settings.autoencoder.rate * pace.factor)
+        step(made, loss, parameters, rate * pace.factor)
         pace.steps += 1
         pictures, total, counted = pictures + len(batch.pictures), total + loss.detach(), counted + 1
         if pace.elapsed_s - said_s >= settings.log_every_s:

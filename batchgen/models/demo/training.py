@@ -36,6 +36,7 @@ class Autoencoder:
     share: float
     resumed_share: float
     rate: float
+    resumed_rate: float
     edges: float
     divergence: float
 
