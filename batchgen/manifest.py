@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,7 +142,8 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
     schemas = [_opened(path).schema_arrow for path in files]
     counts = [_opened(path).metadata.num_rows for path in files]
     columns = list(dict.fromkeys(name for schema in schemas for name in schema.names))
-    index_columns = [name for name in columns if _PANDAS_INDEX.fullmatch(name) and name not in (mapping or {}).values()]
+    indices = {name for schema in schemas for name in _pandas_index(schema)} - set((mapping or {}).values())
+    index_columns = [name for name in columns if name in indices]
     columns = [name for name in columns if name not in index_columns]
     if cut := [name for name in columns if "\0" in name]:
         raise UsageError(f"manifest: column {cut[0]!r} has a NUL in its name, where readers cut it off; rename it")
@@ -166,6 +168,12 @@ def open_manifest(names: Sequence[str | Path], mapping: Mapping[str, str] | None
         sources=sources,
         index_columns=tuple(index_columns),
     )
+
+
+def _pandas_index(schema: pa.Schema) -> Iterator[str]:
+    """Columns that pandas wrote of an index without a name, by what it says of them itself."""
+    known: Any = (schema.pandas_metadata or {}).get("index_columns", [])
+    return (name for name in known if isinstance(name, str) and _PANDAS_INDEX.fullmatch(name))
 
 
 def _sources(columns: list[str], mapping: Mapping[str, str]) -> dict[str, str]:

@@ -151,10 +151,10 @@ def test_status_says_where_every_row_and_worker_stands(tmp_path: Path) -> None:
     deadline = time.monotonic() + 200
     while True:
         facts = json.loads(runs.batchgen("status", out, "--json").out) if (out / ".run/plan/0.json").exists() else {}
-        if facts and facts["holders"] and facts["done"] + facts["failed"]:
+        text = runs.batchgen("status", out).out if facts else ""
+        if facts and facts["holders"] and facts["done"] + facts["failed"] and f"process {process.pid} on " in text:
             break
         assert time.monotonic() < deadline, process.errors()
-    text = runs.batchgen("status", out).out
     process.signal(signal.SIGTERM)
     process.wait()
     assert facts["rows"] == len(rows) == facts["done"] + facts["failed"] + facts["rejected"] + facts["outstanding"]
