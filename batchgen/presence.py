@@ -29,8 +29,8 @@ def intact(run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        path = Path(str(error.filename))
-        if run.path not in (path, *path.parents):
+        path = None if error.filename is None else Path(str(error.filename))
+        if path is None or run.path not in (path, *path.parents):
             raise
         raise Interrupted(
             f"{path} is gone: it was taken out of the run directory while that was in use. Everything committed is "

@@ -40,6 +40,7 @@ class Worker:
     _held: dict[tuple[int, int], Heart] = field(default_factory=dict)
     """The hearts of claimed epochs that have no receipt, by shard and epoch."""
     _has_claimed: bool = False
+    """Whether the disk has taken a slot of this worker's: a refusal after that is no wrong place."""
     _is_late: bool = False
     """Whether this round left a shard to others, because it could not be finished in time."""
     _glance: Glance = field(default_factory=lambda: Glance({}, {}))

@@ -17,7 +17,9 @@ from batchgen import codec
 from batchgen.disk import HashedFile
 from batchgen.filesystem import FileSystem, resumable
 from batchgen.models.pattern import PatternGenerator
+from batchgen.presence import intact
 from batchgen.records import Batch
+from batchgen.rundir import RunDirectory
 from tests import runs
 from tests.mounts import Mount, mounted
 
@@ -278,3 +280,8 @@ def test_a_place_where_no_folder_can_be_made_is_a_mistake(tmp_path: Path) -> Non
     ended = runs.run(runs.prompts(tmp_path / "m.parquet", 2), Path("/proc/batchgen-out"))
     assert ended.code == 2
     assert "/proc/batchgen-out cannot be made here" in ended.err
+
+
+def test_a_file_that_has_no_name_is_none_of_the_run_directorys() -> None:
+    with pytest.raises(FileNotFoundError, match="whatever"), intact(RunDirectory(Path())):
+        raise FileNotFoundError("whatever")

@@ -254,13 +254,17 @@ def test_a_foreign_image_within_a_part_is_named(runs: dict[str, Path], tmp_path:
     assert fault.what.startswith("foreign: ")
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_file_within_an_image_folder_is_named_and_hides_nothing(
-    runs: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    """Such as what a file manager or a notebook leaves; whole images before and behind it are whole."""
+@pytest.fixture
+def files_run(runs: dict[str, Path], tmp_path: Path) -> RunDirectory:
+    """A finished run of image folders, to be damaged."""
     shutil.copytree(runs["files"], tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
+    return RunDirectory(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_file_within_an_image_folder_is_named_and_hides_nothing(files_run: RunDirectory, kind: str) -> None:
+    """Such as what a file manager or a notebook leaves; whole images before and behind it are whole."""
+    run = files_run
     part = run.data / receipts(run)[0].part
     whole = part_digest(part)
     make_other(part / ".thumbs", kind)
@@ -274,11 +278,10 @@ def test_what_is_no_file_within_an_image_folder_is_named_and_hides_nothing(
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_an_image_is_missing_where_something_else_has_its_name(
-    runs: dict[str, Path], tmp_path: Path, kind: str
+    files_run: RunDirectory, tmp_path: Path, kind: str
 ) -> None:
     """A link to the very image, too: what it leads to is not the run's."""
-    shutil.copytree(runs["files"], tmp_path / "run")
-    run = RunDirectory(tmp_path / "run")
+    run = files_run
     row = pq.read_table(run.path / "metadata.parquet").to_pylist()[3]
     image = run.path / row["file_name"]
     content = image.read_bytes()
