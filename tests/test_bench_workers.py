@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.bench.workers import Comparison, Measured, compare, measure, too_few
+from batchgen.bench.workers import Comparison, Measured, compare, lose_one, measure, too_few
+from batchgen.errors import BatchgenError
 from batchgen.job import load_job
 from batchgen.launcher import worker_seats
 from batchgen.ledger import Ledger
@@ -78,3 +79,24 @@ def test_too_few_rows_give_no_figure(tmp_path: Path) -> None:
     assert report.has_same_pixels is True
     assert not [line for line in said if "0.000" in line]
     assert [line for line in said if "too few" in line]
+
+
+def test_one_worker_is_killed_midway_and_all_rows_are_made(tmp_path: Path) -> None:
+    source, report, said = runs.prompts(tmp_path / "m.parquet", 240), Comparison("pattern", {}, 2), list[str]()
+    job = load_job(None, [*OPTIONS[:2], "plan.shard_images=40"])
+    compare(report, source, tmp_path, job, worker_seats(2), said.append)
+    lose_one(report, source, tmp_path, job, worker_seats(2), said.append)
+    assert report.loss is not None
+    assert (report.loss.images, sum(report.loss.images_of_each)) == (240, 240)
+    assert 80 <= report.loss.killed_after < 240
+    assert report.loss.has_same_pixels
+    assert [line for line in said if line.startswith("one of 2 workers killed")]
+
+
+def test_rows_too_few_to_kill_a_worker_among_are_said_to_be(tmp_path: Path) -> None:
+    source, report, said = runs.prompts(tmp_path / "m.parquet", 2), Comparison("pattern", {}, 2), list[str]()
+    job = load_job(None, OPTIONS)
+    compare(report, source, tmp_path, job, worker_seats(2), said.append)
+    report.runs[0] = measured_as(1, 12, 1.0)
+    with pytest.raises(BatchgenError, match="before a worker could be killed; ask for more with --rows"):
+        lose_one(report, source, tmp_path, job, worker_seats(2), said.append)

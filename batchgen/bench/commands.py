@@ -226,10 +226,19 @@ def long_(rows: int, output_format: str, json_file: Path | None, folder: Path | 
 @click.option("--steps", type=click.IntRange(min=1), help="Of every row.")
 @click.option("--gpus", metavar="all|N|0,2", help="The first of these, then all.")
 @click.option("--workers", "num_workers", type=click.IntRange(min=1), help="Instead: processes on the job's device.")
+@click.option("--kill", "loses_one", is_flag=True, help="Run once more, and kill one of the processes midway.")
 @_SET
 @_JSON_FILE
 @_FOLDER
-def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_workers: int | None, **options: Any) -> None:
+def workers(
+    arch: str,
+    rows: int,
+    steps: int | None,
+    gpus: str | None,
+    num_workers: int | None,
+    loses_one: bool,
+    **options: Any,
+) -> None:
     """Images a second of several worker processes over those of one, and whether the pixels are the same.
 
     \b
@@ -249,10 +258,16 @@ def workers(arch: str, rows: int, steps: int | None, gpus: str | None, num_worke
     side, steps, guidance = known.side, steps or known.steps, known.guidance
     workload = Workload(rows, "single", side, known.divisor, steps, guidance, "euler")
     with workplace(options["folder"]) as folder:
-        report = bench_workers(arch, workload, options["overrides"], seats, folder, click.echo)
+        report = bench_workers(arch, workload, options["overrides"], seats, loses_one, folder, click.echo)
     save(report, options["json_file"])
     speedup = "not known, of too few rows" if report.speedup is None else f"{report.speedup:.3f}"
-    click.echo(f"speed-up {speedup}, pixels {'the same' if report.has_same_pixels else 'DIFFER'}")
+    click.echo(f"speed-up {speedup}, pixels {_sameness(report.has_same_pixels)}")
+    if report.loss:
+        click.echo(f"with one worker killed midway: pixels {_sameness(report.loss.has_same_pixels)}")
+
+
+def _sameness(is_same: bool | None) -> str:
+    return "the same" if is_same else "DIFFER"
 
 
 def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 """One worker process and several on the same rows, by the very launcher that `run --gpus` has: images a second of all
-over those of one, and whether the pixels are the same."""
+over those of one, whether the pixels are the same, and what becomes of a run that loses one of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from batchgen.balance import Balance
 from batchgen.bench.figures import Say, rate, ratio
+from batchgen.bench.killing import Killer
 from batchgen.bench.workload import Workload, write_manifest
 from batchgen.cores import usable_cores
 from batchgen.errors import BatchgenError
@@ -25,7 +26,7 @@ from batchgen.launcher import Seat, workforce
 from batchgen.ledger import Ledger
 from batchgen.progress import Display
 from batchgen.rundir import RunDirectory
-from batchgen.runner import Terms, run_job
+from batchgen.runner import Terms, Workforce, run_job
 from batchgen.wording import counted
 
 
@@ -51,6 +52,20 @@ class Measured:
         return self.images_per_s > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A run by some workers, one of which was killed by SIGKILL midway."""
+
+    killed_after: int
+    """Images made until then, by all workers; those that the killed one had not committed are made again."""
+    images: int
+    images_of_each: list[int]
+    """Of each process that committed any: the one that took the killed one's place is another."""
+    whole_s: float
+    has_same_pixels: bool
+    """As one worker's run."""
+
+
 @dataclass(slots=True)
 class Comparison:
     """What a bench of workers found."""
@@ -62,39 +77,63 @@ class Comparison:
     speedup: float | None = None
     """Images a second of the last run over those of the first; None where there were too few rows to tell."""
     has_same_pixels: bool | None = None
+    loss: Loss | None = None
 
 
 def compare(report: Comparison, manifest: Path, folder: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> None:
     """Run the manifest by the first seat, then by all, into a report. Raises BatchgenError if rows are left or fail."""
     one, all_ = folder / "one", folder / "all"
-    report.runs.append(_run(manifest, one, job, seats[:1], say))
-    # The same plan, and what the first worker settled: nothing but the number of workers differs.
-    for name in ("plan", "modes"):
-        shutil.copytree(one / ".run" / name, all_ / ".run" / name)
-    (all_ / "data").mkdir()
-    report.runs.append(_run(manifest, all_, job, seats, say))
+    report.runs.append(_measured_run(manifest, one, job, seats[:1], say))
+    _prepare(all_, one)
+    report.runs.append(_measured_run(manifest, all_, job, seats, say))
     if not any(map(too_few, report.runs, (1, len(seats)))):
         report.speedup = ratio(report.runs[1].images_per_s, report.runs[0].images_per_s)
     report.has_same_pixels = _pixels(one) == _pixels(all_)
 
 
-def _run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> Measured:
+def lose_one(report: Comparison, manifest: Path, folder: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> None:
+    """After `compare`: run by all seats once more and kill a worker when a third is made. Raises BatchgenError if rows
+    are left or fail, or if all were made before a worker could be killed."""
+    one, out = folder / "one", folder / "loss"
+    _prepare(out, one)
+    killer = Killer(report.runs[0].images // 3)
+    whole_s = _run(manifest, out, job, len(seats), killer.workforce(seats))
+    if killer.killed is None:
+        raise BatchgenError("all rows were made before a worker could be killed; ask for more with --rows")
+    made = measure(out, whole_s)
+    report.loss = Loss(killer.made, made.images, made.images_of_each, whole_s, _pixels(one) == _pixels(out))
+    what = f"one of {counted(len(seats), 'worker')} killed after {counted(killer.made, 'image')}"
+    say(f"{what}: {made.images_of_each} images each; {whole_s:.1f} s in all")
+
+
+def _prepare(out: Path, one: Path) -> None:
+    """A run directory with the same plan, and what the first worker settled: nothing but the workers differs."""
+    for name in ("plan", "modes"):
+        shutil.copytree(one / ".run" / name, out / ".run" / name)
+    (out / "data").mkdir()
+
+
+def _run(manifest: Path, out: Path, job: Job, num_workers: int, force: Workforce) -> float:
+    """Make all rows; the seconds that it took."""
     started = time.perf_counter()
 
     @contextmanager
     def shown(balance: Balance) -> Iterator[Display]:
-        with Display(balance.outstanding, 0, 0, num_workers=len(seats)) as display:
+        with Display(balance.outstanding, 0, 0, num_workers=num_workers) as display:
             yield display
 
-    ending = run_job([manifest], out, job, Terms(progress=shown, workforce=workforce(seats)))
-    whole_s = time.perf_counter() - started
+    ending = run_job([manifest], out, job, Terms(progress=shown, workforce=force))
     if ending.exit_code:
         raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")
-    measured = measure(out, whole_s)
+    return time.perf_counter() - started
+
+
+def _measured_run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> Measured:
+    measured = measure(out, _run(manifest, out, job, len(seats), workforce(seats)))
     speed = f"{measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s"
     say(
         f"{counted(measured.workers, 'worker')}: {speed if measured.has_rate else 'no rate'}, "
-        f"{measured.images_of_each} images each; {whole_s:.1f} s in all"
+        f"{measured.images_of_each} images each; {measured.whole_s:.1f} s in all"
     )
     if why := too_few(measured, len(seats)):
         say(why)
@@ -147,9 +186,16 @@ def measure(out: Path, whole_s: float) -> Measured:
 
 
 def bench_workers(
-    arch: str, workload: Workload, overrides: Sequence[str], seats: tuple[Seat, ...], folder: Path, say: Say
+    arch: str,
+    workload: Workload,
+    overrides: Sequence[str],
+    seats: tuple[Seat, ...],
+    loses_one: bool,
+    folder: Path,
+    say: Say,
 ) -> Comparison:
-    """Measure one worker and all seats on a workload. Raises UsageError and BatchgenError."""
+    """Measure one worker and all seats on a workload, and if asked, all but a killed one. Raises UsageError and
+    BatchgenError."""
     builder = multiprocessing.get_context("spawn").Process(target=_build, args=(arch, folder))
     builder.start()
     builder.join()
@@ -161,6 +207,8 @@ def bench_workers(
     report = Comparison(arch, asdict(workload), usable_cores())
     with tempfile.TemporaryDirectory(dir=folder, prefix="runs-") as scratch:
         compare(report, manifest, Path(scratch), job, seats, say)
+        if loses_one:
+            lose_one(report, manifest, Path(scratch), job, seats, say)
     return report
 
 
