@@ -262,7 +262,7 @@ def test_the_demo_model_makes_the_same_picture_again() -> None:
     assert isinstance(second, Image)
     assert first.pixels.shape == (facts.height, facts.width, 3)
     assert np.array_equal(first.pixels, second.pixels)
-    assert "untrained" in facts.note
+    assert "for trying and testing" in facts.note
     assert {"torch", "diffusers", "transformers", "device"} <= generator.versions.keys()
 
 

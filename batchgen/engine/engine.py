@@ -26,7 +26,7 @@ from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import demo, sd, sdxl
+from batchgen.models import sd, sdxl
 from batchgen.models.facts import OWN_UPDATE
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -259,10 +259,6 @@ def _load(job: Job, device: torch.device) -> Family:
     dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else "float16"))
     vae_dtype = None if job.model.vae_dtype is None else _dtype(job.model.vae_dtype)
     with _quiet_libraries():
-        if job.model.path == "demo":
-            pipeline = demo.build().to(dtype)
-            pipeline.vae.to(vae_dtype or dtype)
-            return sd.StableDiffusion(pipeline, device)
         folder = find_model(job.model, has_checker=job.engine.safety_checker)
         return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
 

@@ -98,7 +98,7 @@ def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
 
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
-    local = Path(model.path).expanduser()
+    local = demo.WEIGHTS if model.path == "demo" else Path(model.path).expanduser()
     with resumable(local):
         is_folder = local.is_dir()
     if is_folder:
@@ -147,11 +147,12 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
         return facts.PATTERN
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
-        found = facts.stable_diffusion(demo.UNET, demo.VAE, demo.SCHEDULER, demo.TEXT_LENGTH)
-        return replace(found, steps=10, note=demo.NOTE)
     folder = find_model(model, has_checker=has_checker)
     unet, vae, scheduler = (folder.config(component) for component in ("unet", "vae", "scheduler"))
-    return FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
+    found = FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
+    if model.path == "demo":
+        return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
+    return found
 
 
 def _text_length(folder: ModelFolder) -> int:
@@ -177,8 +178,8 @@ def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
 
 def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
     """What tells this model's images from another's: versions, or the hash of every file that matters."""
-    if model.path in BUILT_IN:
-        return {model.path: demo.VERSION if model.path == "demo" else "1"}
+    if model.path == "pattern":
+        return {"pattern": "1"}
     folder = find_model(model, has_checker=has_checker)
     commit = {"commit": folder.commit} if folder.commit else {}
     return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
@@ -187,7 +188,7 @@ def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
 def architecture(model: Model) -> str:
     """A short name for what decides a model's speed and memory: its networks' shapes and its dtype, not its weights."""
     configs = []
-    if model.path not in BUILT_IN:
+    if model.path != "pattern":
         folder = find_model(model)
         configs = [folder.config(component) for component in ("unet", "vae")]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.job import Model
-from batchgen.models import demo
 from batchgen.models.folder import find_model
 
 
@@ -23,8 +22,6 @@ def load_tokenizer(model: Model) -> Any | None:
     """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does."""
     if model.path == "pattern":
         return None
-    if model.path == "demo":
-        return demo.tokenizer()
     from transformers import CLIPTokenizer
 
     return CLIPTokenizer.from_pretrained(find_model(model).path / "tokenizer")

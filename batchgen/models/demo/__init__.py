@@ -1,15 +1,20 @@
-"""The bundled model "demo": a tiny, untrained Stable Diffusion pipeline made in code, to try things with.
+"""The bundled model "demo": a small Stable Diffusion pipeline that knows emoji and shapes, trained by `train.py`.
 
-Its pictures are noise, but everything about it is real: prompt, negative prompt, seed, steps, guidance and
-sampler all change them. Torch is imported only when the pipeline is built.
+Beside it, a tiny untrained pipeline of the same kind, made in code, for tests and benches: its pictures are noise, but
+everything about it is real: prompt, negative prompt, seed, steps, guidance and sampler all change them. Torch is
+imported only when that one is built.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-NOTE = "the demo model is untrained: its pictures are noise; name a model with --model"
-VERSION = "untrained-1"
+WEIGHTS = Path(__file__).parent / "weights"
+"""The trained pipeline, a diffusers folder."""
+STEPS, GUIDANCE = 12, 4.0
+"""What is taken where neither manifest nor job says anything."""
+NOTE = "the demo model is small, for trying and testing: it draws emoji and shapes; name a model with --model"
 TEXT_LENGTH = 77
 
 UNET: dict[str, Any] = {
