@@ -1,0 +1,97 @@
+"""The demo model's pictures, made by `batchgen run` and judged: mistakes of the engine that only pictures show."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen import codec
+from batchgen.models import latent
+from batchgen.models.demo.captions import plain
+from batchgen.models.demo.judge import Verdict, judge
+from batchgen.models.demo.scenes import Scene, held_out_scenes
+from batchgen.models.demo.vocabulary import COMMONEST, named
+from batchgen.records import Pixels
+from tests import runs
+
+torch.set_num_threads(1)
+
+CAT = Scene("white", (named("cat"),), "medium", "in the middle")
+NEGATIVE = "a white background"
+
+
+def scenes(number: int) -> list[Scene]:
+    """Of one thing with a common name, on a background that training never showed it on."""
+    drawn = held_out_scenes(np.random.default_rng(8), 20 * number)
+    every = [drawn[one] for one in range(len(drawn))]
+    return [one for one in every if len(one.things) == 1 and one.things[0] < COMMONEST][:number]
+
+
+def made(rows: Sequence[dict[str, Any]]) -> list[Pixels]:
+    """The pictures of rows, in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder) / "m.parquet", Path(folder) / "out"
+        ids = [{"id": str(number), "steps": 10, **row} for number, row in enumerate(rows)]
+        ended = runs.run(runs.manifest(source, ids), out, model="demo")
+        assert ended.code == 0, ended.err
+        files, lines = runs.images(out), runs.by_id(out)
+        return [codec.decode(files[lines[row["id"]]["file_name"]]) for row in ids]
+
+
+def asked(wanted: Sequence[Scene]) -> list[dict[str, Any]]:
+    sizes = ((64, 64), (96, 64), (64, 96))
+    return [
+        {"prompt": plain(one), "width": sizes[number % 3][0], "height": sizes[number % 3][1], "seed": number}
+        for number, one in enumerate(wanted)
+    ]
+
+
+@functools.cache
+def pictures() -> tuple[list[Scene], list[Pixels]]:
+    wanted = scenes(24)
+    return wanted, made(asked(wanted))
+
+
+def share_of_things(verdicts: Sequence[Verdict]) -> float:
+    return sum(one.has_things for one in verdicts) / len(verdicts)
+
+
+def test_pictures_show_what_was_asked() -> None:
+    verdicts = [judge(picture, scene) for scene, picture in zip(*pictures(), strict=True)]
+    assert sum(one.has_background for one in verdicts) >= 23
+    assert share_of_things(verdicts) >= 0.8
+
+
+def test_swapped_prompts_would_show() -> None:
+    wanted, shown = pictures()
+    verdicts = [judge(picture, scene) for scene, picture in zip(wanted, [*shown[3:], *shown[:3]], strict=True)]
+    assert share_of_things(verdicts) <= 0.1
+
+
+def test_turned_guidance_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = latent.guide
+
+    def turned(prediction: torch.Tensor, conditioning: Any) -> torch.Tensor:
+        return right(torch.cat(prediction.chunk(2)[::-1]), conditioning)
+
+    monkeypatch.setattr(latent, "guide", turned)
+    wanted = scenes(8)
+    verdicts = [judge(picture, scene) for scene, picture in zip(wanted, made(asked(wanted)), strict=True)]
+    assert share_of_things(verdicts) <= 0.3
+
+
+def test_a_lost_negative_prompt_would_show() -> None:
+    """Half of the captions that name no background were of white ones."""
+    rows = [{"prompt": "a cat", "width": 64, "height": 64, "seed": seed} for seed in range(16)]
+    with_negative = made([row | {"negative_prompt": NEGATIVE} for row in rows])
+    without = made(rows)
+    white = [sum(judge(one, CAT).background == "white" for one in some) for some in (with_negative, without)]
+    assert white[0] <= 1
+    assert white[1] >= 4
