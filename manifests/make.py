@@ -121,7 +121,7 @@ def thousand() -> pa.Table:
     asked = [scenes[one] for one in range(number)]
     table = _table(
         [
-            (f"held-out-{one:04d}", plain(scene), None, *size, 12, 4.0, None)
+            (f"held-out-{one:04d}", plain(scene), None, *size, None, None, None)
             for one, (scene, size) in enumerate(zip(asked, sizes, strict=False))
         ]
     )

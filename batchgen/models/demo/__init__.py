@@ -12,7 +12,7 @@ from typing import Any
 
 WEIGHTS = Path(__file__).parent / "weights"
 """The trained pipeline, a diffusers folder."""
-STEPS, GUIDANCE = 12, 4.0
+STEPS, GUIDANCE = 12, 3.0
 """What is taken where neither manifest nor job says anything."""
 NOTE = "the demo model is small, for trying and testing: it draws emoji and shapes; name a model with --model"
 TEXT_LENGTH = 77

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from diffusers import DDPMScheduler
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn.functional import mse_loss
 
 from batchgen.models.demo.networks import SCHEDULER
 from batchgen.models.demo.training import Data, Pace, Record, Settings, autocast, optimizer, step, tokens
-
-_EAGER_S = 10.0
-"""Before compiling, so that the record has both speeds."""
 
 
 def train_denoiser(
@@ -38,14 +34,8 @@ def train_denoiser(
     for batch in data.batches():
         if pace.share >= 1:
             break
-        if settings.compiles and not stage.is_compiled and pace.elapsed_s > _EAGER_S:
-            stage.compile()
-        try:
-            loss = stage.loss(batch.pictures, batch.tokens)
-            step(made, loss, stage.parameters, rate * pace.factor)
-        except TorchDynamoException as error:
-            stage.stay_eager(error)
-            continue
+        loss = stage.loss(batch.pictures, batch.tokens)
+        step(made, loss, stage.parameters, rate * pace.factor)
         pace.steps += 1
         stage.average(pace.steps)
         pictures, total, counted = pictures + len(batch.pictures), total + loss.detach(), counted + 1
@@ -66,30 +56,13 @@ class _Stage:
         self.device: torch.device = next(pipeline.unet.parameters()).device
         self._vae, self._settings = pipeline.vae, settings
         self._unet, self._text = (copy.deepcopy(one).train().requires_grad_(True) for one in averaged)
-        is_last = settings.compiles and self.device.type == "cuda"
-        self._layout = torch.channels_last if is_last else torch.contiguous_format
-        self._unet.to(memory_format=self._layout)
         self.parameters = [*self._unet.parameters(), *self._text.parameters()]
         for one in averaged:
             one.eval().requires_grad_(False)
         self._averages = [parameter for one in averaged for parameter in one.parameters()]
-        self._network: Any = self._unet
-        self.is_compiled = False
         kept = DDPMScheduler.from_config(SCHEDULER).alphas_cumprod.to(self.device)
         self._signal, self._noise = kept.sqrt(), (1 - kept).sqrt()
         self._empty = tokens(pipeline.tokenizer, [""]).to(self.device).long()
-
-    def compile(self) -> None:
-        """One graph for every size from now on: the first size would else be compiled for equal sides."""
-        if self.device.type == "cuda":
-            torch.fx.experimental._config.use_duck_shape = False
-            self._network = torch.compile(self._unet, dynamic=True)
-        self.is_compiled = True
-
-    def stay_eager(self, error: Exception) -> None:
-        """Go on without the compiled network."""
-        print(f"compiling failed, so training goes on eagerly: {error}", flush=True)
-        self._network = self._unet
 
     def loss(self, pictures: Tensor, captions: Tensor) -> Tensor:
         """Mean squared error of the velocity (Salimans and Ho 2022, appendix D) at evenly drawn timesteps."""
@@ -104,7 +77,7 @@ class _Stage:
         is_dropped = torch.rand(number, 1, device=self.device) < self._settings.denoiser.drop
         with autocast(self.device):
             encoded = self._text(torch.where(is_dropped, self._empty, captions))[0]
-            predicted = self._network(noisy.contiguous(memory_format=self._layout), timesteps, encoded).sample
+            predicted = self._unet(noisy, timesteps, encoded).sample
         return mse_loss(predicted.float(), velocity)
 
     @torch.no_grad()

@@ -71,7 +71,6 @@ class Settings:
     """Pictures in `samples.png`."""
     judged_steps: int = 15
     """Of the sampler, for both."""
-    compiles: bool = True
 
 
 def load_settings(path: Path = FOLDER / "training.toml") -> Settings:
@@ -94,7 +93,6 @@ def smoke(settings: Settings) -> Settings:
         num_shown=2,
         judged_steps=2,
         log_every_s=0.0,
-        compiles=False,
     )
 
 
