@@ -51,7 +51,7 @@ def cli(context: click.Context) -> None:
     "--requeue", is_flag=True, help="In a Slurm job: queue it again if its time is over or another job takes its place."
 )
 @click.option("--gpus", metavar="all|N|0,2", help="A worker process on each of these GPUs [default: one, in here].")
-@click.option("--workers", type=click.IntRange(min=1), help="So many worker processes on the job's device.")
+@click.option("--workers", type=click.IntRange(1, 64), help="So many worker processes on the job's device.")
 def run(
     manifest: tuple[str, ...],
     out: Path | None,

@@ -55,7 +55,7 @@ def visible_gpus(
     named = _named(environment)
     if named == ():
         raise UsageError(f"--gpus: {VISIBLE} is {environment[VISIBLE]!r}, which hides all GPUs; unset it or name some")
-    count = _count(load)
+    count = _count(load, f" among {VISIBLE} = {environment[VISIBLE]!r}" if named else " here")
     if named is None:
         return tuple(map(str, range(count)))
     # A process sees one MIG instance, however many it is given.
@@ -79,7 +79,7 @@ def _named(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _count(load: Callable[[str], Any]) -> int:
+def _count(load: Callable[[str], Any], where: str) -> int:
     """How many devices the driver finds (CUDA driver API: cuInit, cuDeviceGetCount). Takes no memory of any."""
     try:
         driver = load(_LIBRARY)
@@ -93,7 +93,7 @@ def _count(load: Callable[[str], Any]) -> int:
     if failed and failed != _NO_DEVICE:
         raise UsageError(f"--gpus: the NVIDIA driver cannot be used: {_reason(driver, failed)}; see what it lacks")
     if failed or not count.value:
-        raise UsageError("--gpus: the NVIDIA driver finds no GPU here; leave the option out to run on the CPU")
+        raise UsageError(f"--gpus: the NVIDIA driver finds no GPU{where}; leave the option out to run on the CPU")
     return count.value
 
 

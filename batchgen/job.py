@@ -91,7 +91,7 @@ class Plan(_Table):
     max_batch: _Few | None = None
     """None: as many rows as the memory model allows, at most 32."""
     shard_images: Annotated[int, Field(ge=1, le=2**20)] | None = None
-    """Most images in a shard; None is cut by predicted cost."""
+    """Most images in a shard, but for batches that hold more: they stay whole. None is cut by predicted cost."""
     profile: str | None = None
     """JSON file of measured seconds for this GPU and model."""
     size_policy: Literal["strict", "round"] = "strict"
@@ -159,7 +159,7 @@ class Slurm(_Table):
     """Of each node: "gpu:1"."""
     constraint: _Line | None = None
     cpus: _PositiveInt | None = None
-    """CPUs of a worker."""
+    """CPUs of a worker; a task with several GPUs has several."""
     memory: _Line | None = None
     """Of each node: "64G"."""
     nodes: _PositiveInt = 1

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batchgen.children import Child, wait_for_lines
@@ -109,7 +108,8 @@ class Crew:
         """
         try:
             for seat in self._orders:
-                self._start(seat)
+                if not self._stop.is_asked:
+                    self._start(seat)
             self._attend()
         except Exception:
             self._tell(signal.SIGTERM)
@@ -129,8 +129,9 @@ class Crew:
             "output": job.output.model_copy(update={"encoders": encoders}),
             "engine": job.engine.model_copy(update={"device": seat.device or job.engine.device}),
         }
-        num_others, job = task.num_others + num_seats - 1, job.model_copy(update=tables)
-        return Order(task.run.path.resolve(), job, task.left, num_others, task.may_wait, task.time_left)
+        num_others = task.num_others + num_seats - 1
+        own_job = job.model_copy(update=tables)
+        return Order(task.run.path.resolve(), own_job, task.left, num_others, task.may_wait, task.time_left)
 
     def _start(self, seat: Seat) -> None:
         environment = {**thread_settings(self._cores), **seat.environment}
@@ -176,16 +177,19 @@ class Crew:
             child.signal(signal.SIGKILL)
         deadline = time.monotonic() + KILL_S
         for seat, child in list(self._at_work.items()):
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 child.process.wait(max(0.0, deadline - time.monotonic()))
-                continue
-            self._progress.say(
-                f"{seat.name}: its process {child.process.pid} has not ended {KILL_S:.0f} s after it was killed: the "
-                "kernel keeps it, most likely because a disk or a device does not answer; it is left behind"
-            )
-            child.close()
-            del self._at_work[seat]
-            self._codes[seat] = BatchgenError.exit_code
+            except subprocess.TimeoutExpired:
+                self._leave_behind(seat, child)
+
+    def _leave_behind(self, seat: Seat, child: Child) -> None:
+        self._progress.say(
+            f"{seat.name}: its process {child.process.pid} has not ended {KILL_S:.0f} s after it was killed: the "
+            "kernel keeps it, most likely because a disk or a device does not answer; it is left behind"
+        )
+        child.close()
+        del self._at_work[seat]
+        self._codes[seat] = BatchgenError.exit_code
 
     def _end_at_once(self) -> None:
         """Leave no process behind. A second signal is told until it is heard: a process may not know yet that the
@@ -249,5 +253,10 @@ class Crew:
 
 def _epitaph(child: Child) -> str:
     code = child.process.returncode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
     return f"its process {child.process.pid} {how}"
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have no name of their own."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -64,6 +64,11 @@ def prompts(path: Path, num: int, **columns: Any) -> Path:
     return manifest(path, own | {name: [value] * num for name, value in columns.items()})
 
 
+def slow(path: Path, num: int, seconds: float = 0.1) -> Path:
+    """Rows that the pattern model takes so long over."""
+    return manifest(path, [{"id": f"row-{n}", "prompt": f"fault: slow {seconds}"} for n in range(num)])
+
+
 def batchgen(*args: object) -> Ended:
     """The command line in this process: `batchgen ARGS`."""
     out, err = io.StringIO(), io.StringIO()
@@ -129,6 +134,18 @@ class Process:
             raise AssertionError(f"still running after {timeout_s} s:\n{self.errors()}")
         out = self._folder / "out"
         return Ended(code, out.read_text() if out.exists() else "", self.errors())
+
+
+PATIENCE_S = 200.0
+
+
+def until(is_so: Callable[[], object], process: Process | None = None) -> None:
+    """Wait for a state while the process runs; minutes, where the machine is busy."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, process and process.errors()
+        assert process is None or process.is_running, process.errors()
+        time.sleep(0.01)
 
 
 def _main(

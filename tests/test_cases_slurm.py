@@ -37,16 +37,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return fakes
 
 
-def slow(path: Path, num: int, seconds: float) -> Path:
-    return runs.manifest(path, [{"id": f"row-{n}", "prompt": f"fault: slow {seconds}"} for n in range(num)])
-
-
-def wait_for_work(out: Path, process: runs.Process, pattern: str = ".run/receipts/*") -> None:
-    while not list(out.glob(pattern)):
-        assert process.is_running, process.errors()
-        time.sleep(0.01)
-
-
 def test_case_20_nothing_is_derived_from_the_count(
     slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,9 +87,9 @@ def test_case_28_a_signal_in_the_middle_of_denoising(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signal.Signals) -> None:
     """With SIGCONT around and between: one drain, nothing is dropped."""
-    source, out = slow(tmp_path / "m.parquet", 4, 3), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 4, 3), tmp_path / "out"
     process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, own_group=True)
-    wait_for_work(out, process)
+    runs.until(lambda: list(out.glob(".run/receipts/*")), process)
     for one in (signal.SIGCONT, number, signal.SIGCONT, number, signal.SIGCONT):
         os.killpg(process.pid, one)
         time.sleep(0.1)
@@ -114,9 +104,9 @@ def test_case_29_a_signal_to_the_whole_group_twice(tmp_path: Path, number: signa
 
 def warned(tmp_path: Path, *words: object, number: signal.Signals = signal.SIGUSR1) -> runs.Ended:
     """A worker that gets a signal at work, with `--requeue`."""
-    source, out = slow(tmp_path / "m.parquet", 40, 0.2), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 40, 0.2), tmp_path / "out"
     process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, "--requeue", *words)
-    wait_for_work(out, process)
+    runs.until(lambda: list(out.glob(".run/receipts/*")), process)
     process.signal(number)
     return process.wait()
 

@@ -144,6 +144,7 @@ def test_gpus_that_a_process_would_see(count: int, visible: str | None, names: t
     [
         (Driver(0, failed=100), None, "the NVIDIA driver finds no GPU here"),
         (Driver(0), None, "the NVIDIA driver finds no GPU here"),
+        (Driver(0, failed=100), "5", "the NVIDIA driver finds no GPU among CUDA_VISIBLE_DEVICES = '5'"),
         (Driver(0, failed=802), None, r"system not yet initialized \(CUDA error 802\)"),
         (Driver(2), "", "CUDA_VISIBLE_DEVICES is '', which hides all GPUs"),
         (Driver(2), "-1", "CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs"),

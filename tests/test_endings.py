@@ -40,10 +40,6 @@ def balance(ended: runs.Ended) -> tuple[int, ...]:
     return rows, *parts
 
 
-def slow(path: Path, num: int, seconds: float = 0.1) -> Path:
-    return runs.manifest(path, [{"id": f"row-{n}", "prompt": f"fault: slow {seconds}"} for n in range(num)])
-
-
 def wait_for_receipts(out: Path, process: runs.Process, num: int) -> None:
     deadline = time.monotonic() + 30
     while process.is_running and time.monotonic() < deadline:
@@ -178,7 +174,7 @@ def test_full_disk_at_the_fifth_image(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
-    source, out = slow(tmp_path / "m.parquet", 12), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 12), tmp_path / "out"
     process = runs.start(source, out, *SMALL, *FAULTS)
     wait_for_receipts(out, process, 1)
     process.signal(number)
@@ -194,7 +190,7 @@ def test_signal_drains_and_the_run_goes_on(tmp_path: Path, number: signal.Signal
 
 def test_second_signal_stops_at_once(tmp_path: Path) -> None:
     """Neither the rows of an hour each nor the grace of an hour are waited for."""
-    source, out = slow(tmp_path / "m.parquet", 3, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 3, 3600), tmp_path / "out"
     process = runs.start(source, out, *FAULTS, "--set", "plan.batch_sizes=[1]", "--grace", "3600")
     while not list(out.glob(".run/work/*")):
         assert process.is_running
@@ -209,11 +205,7 @@ def test_second_signal_stops_at_once(tmp_path: Path) -> None:
 
 
 def wait_until_asleep(process: runs.Process) -> None:
-    deadline = time.monotonic() + 60
-    while "asleep" not in process.errors():
-        assert process.is_running, process.errors()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    runs.until(lambda: "asleep" in process.errors(), process)
 
 
 LOADING = "batchgen.models.pattern:PatternGenerator"
@@ -287,7 +279,7 @@ def test_a_signal_while_the_program_is_loaded_stops_the_run(tmp_path: Path, numb
 
 def test_a_signal_at_any_time_of_the_start(tmp_path: Path) -> None:
     """Wherever it comes in the two seconds or so until rows are made."""
-    source, out = slow(tmp_path / "m.parquet", 500), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 500), tmp_path / "out"
     for number in range(8):
         program = Program("run", source, "-o", out, "--model", "pattern", *SMALL, *FAULTS)
         program.until(lambda program=program: hidden(program.process.pid))  # type: ignore[misc]
@@ -301,7 +293,7 @@ def test_a_signal_at_any_time_of_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [(), ("--workers", 1)])
 def test_no_signal_stays_blocked_where_rows_are_made(tmp_path: Path, workers: tuple[object, ...]) -> None:
     """Not in the process, nor in those that it starts."""
-    source, out = slow(tmp_path / "m.parquet", 3, 600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 3, 600), tmp_path / "out"
     program = Program("run", source, "-o", out, "--model", "pattern", *FAULTS, *workers, "--grace", "5.1")
     try:
         program.until(lambda: list(out.glob(".run/claims/*-?")))
@@ -348,7 +340,7 @@ def test_a_signal_that_a_library_makes_an_error_of_is_no_crash(tmp_path: Path) -
 
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     """As under nohup."""
-    source, out = slow(tmp_path / "m.parquet", 6), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 6), tmp_path / "out"
     process = runs.start(source, out, *SMALL, *FAULTS, ignores=signal.SIGHUP)
     wait_for_receipts(out, process, 1)
     process.signal(signal.SIGHUP)
@@ -358,7 +350,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_drain_ends_within_thirty_seconds(tmp_path: Path) -> None:
-    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
     process = runs.start(source, out, *FAULTS)
     while not list(out.glob(".run/work/*")):
         assert process.is_running
@@ -380,7 +372,7 @@ def test_streams_that_nobody_reads_change_nothing(tmp_path: Path, streams: str) 
 
 def test_a_terminal_that_closes_costs_nothing(tmp_path: Path) -> None:
     """Its hangup is a stop signal, and that nothing can be printed any more does not keep the rows from the disk."""
-    source, out = slow(tmp_path / "m.parquet", 200), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 200), tmp_path / "out"
     pid, terminal = pty.fork()
     if pid == 0:
         words = ["run", str(source), "-o", str(out), "--model", "pattern", *SMALL, *FAULTS]
@@ -415,7 +407,7 @@ def test_starts_that_come_to_nothing_are_told_and_not_repeated(tmp_path: Path) -
 
 def test_starts_that_are_stopped_before_a_commit_come_to_nothing_too(tmp_path: Path) -> None:
     """A time limit that one batch outlasts: each start gives its shard back."""
-    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
     options = (*FAULTS, "--grace", "5.01")
     for number in range(MOST):
         process = runs.start(source, out, *options)
@@ -454,7 +446,7 @@ def test_what_verify_and_finalize_end_with_when_a_file_is_gone(tmp_path: Path) -
 
 
 def test_grace_drops_the_batch_that_cannot_end(tmp_path: Path) -> None:
-    source, out = slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 2, 3600), tmp_path / "out"
     process = runs.start(source, out, *FAULTS, "--set", "plan.batch_sizes=[1]", "--grace", "6")
     while not list(out.glob(".run/work/*")):
         assert process.is_running

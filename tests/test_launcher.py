@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,21 +29,7 @@ from tests.test_appending import failing
 FAULTS = ("--set", "model.variant=faults")
 ONE_BY_ONE = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=1")
 HALVES = ("--set", "plan.batch_sizes=[1]", "--set", "plan.shard_images=5")
-PATIENCE_S = 200.0
 DONE = "{0} rows = {0} done + 0 failed + 0 rejected + 0 outstanding"
-
-
-def slow(path: Path, num: int, seconds: float) -> Path:
-    return runs.manifest(path, [{"id": f"row-{n}", "prompt": f"fault: slow {seconds}"} for n in range(num)])
-
-
-def until(is_so: Callable[[], object], process: runs.Process | None = None) -> None:
-    """Wait for a state while the process runs; minutes, where the machine is busy."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, process and process.errors()
-        assert process is None or process.is_running, process.errors()
-        time.sleep(0.01)
 
 
 def holders(out: Path) -> dict[str, int]:
@@ -70,41 +55,53 @@ def check_all(out: Path, ended: runs.Ended, num: int) -> None:
 def test_a_worker_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     """The second one works on meanwhile; in the end both have made rows."""
     out = tmp_path / "out"
-    process = runs.start(slow(tmp_path / "m.parquet", 12, 0.05), out, *ONE_BY_ONE, *FAULTS, "--workers", 2)
-    until(lambda: holders(out), process)
+    process = runs.start(runs.slow(tmp_path / "m.parquet", 12, 0.05), out, *ONE_BY_ONE, *FAULTS, "--workers", 2)
+    runs.until(lambda: holders(out), process)
     first = next(iter(holders(out).values()))
     os.kill(first, signal.SIGSTOP)
-    until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
+    runs.until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
     os.kill(first, signal.SIGCONT)
-    check_all(out, process.wait(PATIENCE_S), 12)
+    check_all(out, process.wait(runs.PATIENCE_S), 12)
     by = {one.by.pid for one in receipts(out)}
     assert first in by
     assert len(by) == 2
     assert process.pid not in by
 
 
+def test_a_worker_killed_by_a_signal_without_a_name_is_replaced(tmp_path: Path) -> None:
+    """Real-time signals have none."""
+    out = tmp_path / "out"
+    process = runs.start(runs.slow(tmp_path / "m.parquet", 12, 0.05), out, *ONE_BY_ONE, *FAULTS, "--workers", 2)
+    runs.until(lambda: holders(out), process)
+    first = next(iter(holders(out).values()))
+    os.kill(first, signal.SIGRTMIN + 6)
+    ended = process.wait(runs.PATIENCE_S)
+    check_all(out, ended, 12)
+    assert f"its process {first} was killed by signal {signal.SIGRTMIN + 6}; another takes its place" in ended.err
+
+
 def test_a_killed_worker_is_said_and_its_shard_taken_over(tmp_path: Path) -> None:
     """One of three, in the middle of a shard; the heartbeat's age says nothing yet."""
     out = tmp_path / "out"
-    process = runs.start(slow(tmp_path / "m.parquet", 12, 0.05), out, *ONE_BY_ONE, *FAULTS, "--workers", 3)
-    until(lambda: holders(out), process)
+    process = runs.start(runs.slow(tmp_path / "m.parquet", 12, 0.05), out, *ONE_BY_ONE, *FAULTS, "--workers", 3)
+    runs.until(lambda: holders(out), process)
     shard, first = next(iter(holders(out).items()))
     os.kill(first, signal.SIGSTOP)
-    until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
+    runs.until(lambda: {one.by.pid for one in receipts(out)} - {first}, process)
     held = holders(out).get(shard) == first
     os.kill(first, signal.SIGKILL)
-    ended = process.wait(PATIENCE_S)
+    ended = process.wait(runs.PATIENCE_S)
     check_all(out, ended, 12)
     assert re.search(rf"worker \d: its process {first} was killed by SIGKILL; another takes its place", ended.err)
     assert not held or re.search(rf"shard \d+-0 is taken over: its process {first} on .* is gone", ended.err)
 
 
 def test_workers_of_a_run_directory_that_is_moved_away_end_and_are_not_replaced(tmp_path: Path) -> None:
-    source, out, moved = slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out", tmp_path / "moved"
+    source, out, moved = runs.slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out", tmp_path / "moved"
     process = runs.start(source, out, *ONE_BY_ONE, *FAULTS, "--workers", 2)
-    until(lambda: holders(out), process)
+    runs.until(lambda: holders(out), process)
     out.rename(moved)
-    ended = process.wait(PATIENCE_S)
+    ended = process.wait(runs.PATIENCE_S)
     assert ended.code == 75, ended
     assert "the run directory is not there any more" in ended.err
     assert "Traceback" not in ended.err
@@ -115,13 +112,13 @@ def test_workers_of_a_run_directory_that_is_moved_away_end_and_are_not_replaced(
 @pytest.mark.parametrize("waits", [(), ("--no-wait",)])
 def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, waits: tuple[str, ...]) -> None:
     """The other one takes over its shard and ends; nothing is left to wait for."""
-    source, out = slow(tmp_path / "m.parquet", 12, 0.5), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 12, 0.5), tmp_path / "out"
     options = (*ONE_BY_ONE, *FAULTS, *waits, "--workers", 2, "--grace", "5.5", "--set", "run.stale_after_s=2")
     process = runs.start(source, out, *options, puts={"batchgen.launcher:END_S": 1.0})
-    until(lambda: holders(out), process)
+    runs.until(lambda: holders(out), process)
     first = next(iter(holders(out).values()))
     os.kill(first, signal.SIGSTOP)
-    ended = process.wait(PATIENCE_S)
+    ended = process.wait(runs.PATIENCE_S)
     check_all(out, ended, 12)
     assert f"its process {first} is killed 6 s after it was told to stop" in ended.err
     assert not start_time(first)
@@ -129,12 +126,12 @@ def test_a_frozen_worker_does_not_keep_the_run_from_its_end(tmp_path: Path, wait
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_process_that_cannot_be_killed_does_not_hold_the_command_up(tmp_path: Path, signals: int) -> None:
-    source, out = slow(tmp_path / "m.parquet", 10, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 10, 3600), tmp_path / "out"
     times = {"batchgen.launcher:END_S": 0.5, "batchgen.launcher:AT_ONCE_S": 0.5, "batchgen.launcher:KILL_S": 0.5}
     grace = ("--grace", "5.5" if signals == 1 else "3600")
     options = (*HALVES, *FAULTS, *grace, "--workers", 2)
     process = runs.start(source, out, *options, puts={"batchgen.launcher:Child": runs.Unkillable, **times})  # type: ignore[dict-item]
-    until(lambda: len(holders(out)) == 2, process)
+    runs.until(lambda: len(holders(out)) == 2, process)
     pids = sorted(holders(out).values())
     for number in pids:
         os.kill(number, signal.SIGSTOP)
@@ -143,7 +140,7 @@ def test_a_process_that_cannot_be_killed_does_not_hold_the_command_up(tmp_path: 
         if signals == 2:
             time.sleep(2.2)
             process.signal(signal.SIGTERM)
-        ended = process.wait(PATIENCE_S)
+        ended = process.wait(runs.PATIENCE_S)
         assert all(map(start_time, pids))
     finally:
         for number in pids:
@@ -181,13 +178,13 @@ def test_case_27_a_row_that_ends_every_process(tmp_path: Path, workers: int) -> 
 
 def test_a_signal_drains_all(tmp_path: Path) -> None:
     """Rows of ten minutes are dropped within the grace, by both; the command ends after them and says 75."""
-    source, out = slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
     process = runs.start(source, out, *HALVES, *FAULTS, "--workers", 2, "--grace", "5.5")
-    until(lambda: len(holders(out)) == 2, process)
+    runs.until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
     assert len(pids) == 2
     process.signal(signal.SIGTERM)
-    ended = process.wait(PATIENCE_S)
+    ended = process.wait(runs.PATIENCE_S)
     assert not any(map(start_time, pids))
     assert (ended.code, ended.closing_line.split(" + ", 1)[0]) == (75, "10 rows = 0 done"), ended
     assert "stopped by SIGTERM" in ended.err
@@ -196,18 +193,19 @@ def test_a_signal_drains_all(tmp_path: Path) -> None:
 
 def test_a_second_signal_to_the_whole_group_stops_all_at_once(tmp_path: Path) -> None:
     """As a terminal sends it: to the command and to its workers, which hear of it from the command as well."""
-    source, out = slow(tmp_path / "m.parquet", 10, 3600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 10, 3600), tmp_path / "out"
     options = (*HALVES, *FAULTS, "--workers", 2, "--grace", "3600")
     process = runs.start(source, out, *options, own_group=True)
-    until(lambda: len(holders(out)) == 2, process)
+    runs.until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
-    until(lambda: len(list(out.glob(".run/work/*"))) == 2, process)  # Before a part a worker has nothing to finish.
+    # Before a part a worker has nothing to finish.
+    runs.until(lambda: len(list(out.glob(".run/work/*"))) == 2, process)
     time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(2.2)
     assert process.is_running
     os.killpg(process.pid, signal.SIGINT)
-    ended = process.wait(PATIENCE_S)
+    ended = process.wait(runs.PATIENCE_S)
     assert not any(map(start_time, pids))
     assert (ended.code, ended.closing_line) == (75, "10 rows = 0 done + 0 failed + 0 rejected + 10 outstanding"), ended
     assert "stopped at once by a second signal (the first was SIGINT)" in ended.err
@@ -216,19 +214,19 @@ def test_a_second_signal_to_the_whole_group_stops_all_at_once(tmp_path: Path) ->
 
 
 def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
-    source, out = slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 10, 600), tmp_path / "out"
     process = runs.start(source, out, *HALVES, *FAULTS, "--workers", 2, "--grace", "5.5")
-    until(lambda: len(holders(out)) == 2, process)
+    runs.until(lambda: len(holders(out)) == 2, process)
     pids = set(holders(out).values())
     process.signal(signal.SIGKILL)
-    assert process.wait(PATIENCE_S).code == -signal.SIGKILL
-    until(lambda: not any(map(start_time, pids)))
+    assert process.wait(runs.PATIENCE_S).code == -signal.SIGKILL
+    runs.until(lambda: not any(map(start_time, pids)))
     assert [one.kind for one in receipts(out)] == ["released"] * 2
 
 
 def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
     source, small = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640), ("--set", "plan.shard_images=4")
-    ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait(PATIENCE_S)
+    ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait(runs.PATIENCE_S)
     assert ended.code == 75, ended
     assert ended.err.count("the file would exceed the size limit") == 2
     assert "ended with code 75; no other takes its place; no worker left" in ended.err
@@ -279,7 +277,7 @@ def test_pixels_are_those_of_one_process_and_the_launcher_needs_no_torch(
 
 
 def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
-    source, out = slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out"
+    source, out = runs.slow(tmp_path / "m.parquet", 12, 0.05), tmp_path / "out"
     words = ["run", source, "-o", out, "--model", "pattern", *ONE_BY_ONE, *FAULTS, "--workers", 2]
     text = on_a_terminal("-m", "batchgen", *words)
     assert "12/12" in text

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from batchgen.cli import cli
 from batchgen.errors import UsageError
 from batchgen.job import Slurm
-from batchgen.slurm.script import Submission, Window, array_script, check, finish_script, windows
+from batchgen.slurm.script import Submission, Window, array_script, check, finish_script, limit_s, windows
 from tests.runs import ROOT
 
 TRAPS = st.text(st.sampled_from("a'\" $`#%!*;&|()<>{}~é🐉=-@,:"), min_size=1)
@@ -134,11 +134,43 @@ def test_who_gets_the_warning() -> None:
     ("gres", "is_several"),
     [
         *((gres, False) for gres in (None, "gpu", "gpu:1", "gpu:h100:1,shard:8", "lustre:4")),
-        *((gres, True) for gres in ("gpu:4", "gpu:a100:2", "gpu:a100:1,gpu:v100:1", "gpu:a100:4(S:0-1)")),
+        *((gres, True) for gres in ("gpu:4", "gpu:a100:2", "gpu:a100:1,gpu:v100:1", "gpu:a100:4(S:0-1)", "gres:gpu:2")),
     ],
 )
 def test_a_task_with_several_gpus_uses_all(gres: str | None, is_several: bool) -> None:
     assert ("--gpus all" in lines(submission(gres=gres))[-1]) is is_several
+
+
+@pytest.mark.parametrize(
+    ("option", "num"),
+    [
+        *((option, 1) for option in ("--gpus-per-node=1", "--gpus=a100", "-G 1", "--qos=gpu:8", "--gpu-bind=none")),
+        *((option, 3) for option in ("--gpus-per-node=3", "--gpus=a100:3", "--gpus-per-task 3", "-G3", "--gres=gpu:3")),
+    ],
+)
+def test_gpus_may_be_asked_for_by_any_option(option: str, num: int) -> None:
+    """And each of their workers has as many CPUs as a worker is to have."""
+    made = lines(submission(options=[option], cpus=8))
+    assert ("--gpus all" in made[-1]) is (num > 1)
+    assert f"#SBATCH --cpus-per-task={8 * num}" in made
+    assert f"srun --cpus-per-task={8 * num} " in made[-1]
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("30", 1800), ("30:15", 1815), ("04:00:00", 14400), ("1-12", 129600), ("1-2:30", 95400), ("2-00:00:05", 172805)],
+)
+def test_time_limits_as_sbatch_reads_them(time: str, seconds: int) -> None:
+    """sbatch's manual, --time."""
+    assert limit_s(time) == seconds
+
+
+def test_a_warning_that_comes_too_late_or_at_once() -> None:
+    with pytest.raises(UsageError, match=r"slurm\.warn_s = 5 leaves no time.*run\.grace_s = 25 allows;"):
+        check(submission(warn_s=5))
+    with pytest.raises(UsageError, match=r"slurm\.time = '2' is over before a worker begins"):
+        check(submission(time="2"))
+    check(submission(time="2:01"))
 
 
 def test_caches_that_tasks_share() -> None:

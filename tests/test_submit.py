@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import signal
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +139,17 @@ def test_a_refusal_says_what_was_sent_before(slurm: Fakes) -> None:
     assert "batchgen: sbatch refuses: sbatch: error: no; submitted before: 7 (scancel takes them back)" in ended.err
 
 
+def test_what_was_sent_before_an_interrupt_is_said(slurm: Fakes, tmp_path: Path) -> None:
+    """Ctrl-C while a slow sbatch takes the second of several jobs."""
+    slurm.answer("sbatch", '[ $(wc -l < "$FAKES/sbatch.calls") = 1 ] || { sleep 30; }; echo 7')
+    process = runs.Process("submit", prompts(3).absolute(), "-o", tmp_path / "out")
+    runs.until(lambda: len(slurm.calls("sbatch")) == 2, process)
+    process.signal(signal.SIGINT)
+    ended = process.wait(30)
+    assert ended.code == 130
+    assert "submitted job 7: " in ended.out
+
+
 def test_resume_sends_tasks_for_what_is_left(slurm: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From another folder; what is given now is laid over what was given then."""
     submit(prompts(10), "--set", "slurm.tasks=100", "-o", "out")
@@ -155,7 +167,7 @@ def test_resume_sends_tasks_for_what_is_left(slurm: Fakes, tmp_path: Path, monke
     assert make(tmp_path / "out", 10) == 10
     ended = runs.batchgen("submit", "--resume", tmp_path / "out")
     assert (ended.code, len(slurm.calls("sbatch"))) == (0, 4)
-    assert "nothing is submitted: no shard is left that nobody works on" in ended.err
+    assert "nothing is submitted: all rows are settled" in ended.err
 
 
 def make(out: Path, num: int) -> int:
@@ -215,7 +227,7 @@ def test_another_job_in_the_directory_is_refused(slurm: Fakes) -> None:
 def test_a_cluster_may_change_between_submissions(slurm: Fakes) -> None:
     """Nothing of [slurm] is part of the run's fingerprint."""
     submit(prompts(3), "-o", "out", "--set", "slurm.partition=a")
-    assert submit("m.parquet", "-o", "out", "--set", "slurm.partition=b", "--set", "slurm.warn_s=9").code == 0
+    assert submit("m.parquet", "-o", "out", "--set", "slurm.partition=b", "--set", "slurm.warn_s=99").code == 0
 
 
 @pytest.mark.parametrize(
@@ -279,7 +291,7 @@ def test_a_device_and_several_gpus_a_task_are_refused(slurm: Fakes, tmp_path: Pa
     device = ("--set", "engine.device=cuda:0")
     ended = submit(prompts(3), "-o", "out", "--set", "slurm.gres=gpu:a100:4", *device)
     assert ended.code == 2
-    assert "slurm.gres = 'gpu:a100:4' gives each task 4 GPUs" in ended.err
+    assert "[slurm] gives each task 4 GPUs" in ended.err
     assert "engine.device = 'cuda:0' names one device for all; leave engine.device out" in ended.err
     assert not (tmp_path / "out").exists()
     assert submit("m.parquet", "-o", "out", "--set", "slurm.gres=gpu:1", *device).code == 0

@@ -44,7 +44,7 @@ def submit(
     Example: batchgen submit prompts.parquet -o out --job jobs/slurm.toml --dry-run
     """
     from batchgen.slurm.script import windows
-    from batchgen.slurm.submit import max_array_size, send, submission, told
+    from batchgen.slurm.submit import max_array_size, next_commands, send, submission
 
     if bool(manifest) == bool(resume) or (resume and out):
         raise UsageError("submit takes a MANIFEST, with -o DIRECTORY if need be, or --resume DIRECTORY and no manifest")
@@ -60,14 +60,14 @@ def submit(
         say(line)
     num_tasks = min(job.slurm.tasks, left.shards)
     if num_tasks == 0:
-        say("nothing is submitted: no shard is left that nobody works on")
+        say("nothing is submitted: " + ("others hold all rows that are left" if left.rows else "all rows are settled"))
         return
     arrays = windows(num_tasks, max_size, job.slurm.throttle)
     if dry_run:
         _show(given, arrays)
         return
     request.keep(place)
-    click.echo(told(send(given, arrays), given))
+    click.echo(next_commands(send(given, arrays, click.echo), given))
 
 
 def _request(
@@ -95,7 +95,7 @@ def _left(request: Request, out: Path, job: Job, *, is_planned: bool, is_dry: bo
     if is_dry and not run.has_plan:
         planned = plan_manifest(request.manifest, job, reading_bar())
         say_planned(planned, job)
-        return Left(planned.draft.cut.num_shards)
+        return Left(planned.draft.cut.num_shards, planned.draft.cut.num_rows)
     if not (is_dry or is_planned):
         open_run(run, request.manifest, job, lambda planned: say_planned(planned, job), reading_bar())
     return left_of(run, job.run.stale_after_s)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.job import Slurm
+from batchgen.job import Run, Slurm
 
 FOLDER = Path(".run") / "slurm"
 """Of scripts and logs, in the run directory."""
@@ -32,6 +33,8 @@ class Submission:
     """What all tasks share beside the run directory: compiled kernels, measured costs."""
     device: str | None = None
     """The job's `engine.device`."""
+    grace_s: float = Run().grace_s
+    """The job's `run.grace_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,21 @@ def check(submission: Submission) -> None:
         raise UsageError(f"slurm.nodes = {slurm.nodes} needs slurm.launcher = 'srun', which starts a worker on each")
     if slurm.nodes > 1 and slurm.requeue:
         raise UsageError("slurm.requeue needs a task for each worker: ask for slurm.nodes = 1 and for more slurm.tasks")
-    num_gpus = _num_gpus(slurm.gres or "")
+    num_gpus = _num_gpus(slurm)
     if num_gpus > 1 and submission.device is not None:
         raise UsageError(
-            f"slurm.gres = {slurm.gres!r} gives each task {num_gpus} GPUs, and a worker to each, but engine.device = "
+            f"[slurm] gives each task {num_gpus} GPUs, and a worker to each, but engine.device = "
             f"{submission.device!r} names one device for all; leave engine.device out, or ask for one GPU a task"
+        )
+    if slurm.warn_s < submission.grace_s:
+        raise UsageError(
+            f"slurm.warn_s = {slurm.warn_s} leaves no time for the last commit, which run.grace_s = "
+            f"{submission.grace_s:g} allows; raise slurm.warn_s, or lower run.grace_s"
+        )
+    if slurm.time is not None and limit_s(slurm.time) <= slurm.warn_s:
+        raise UsageError(
+            f"slurm.time = {slurm.time!r} is over before a worker begins: it is told to stop {slurm.warn_s} s before "
+            "(slurm.warn_s); ask for more time, or lower slurm.warn_s"
         )
     for path in map(str, (submission.out, submission.folder, submission.cache)):
         if not path.isprintable() or "\\" in path:
@@ -85,6 +98,18 @@ def check(submission: Submission) -> None:
                 f"the path {path!r} holds a line break, a backslash or another character that a batch script "
                 "cannot name; rename the folder"
             )
+
+
+def limit_s(time: str) -> int:
+    """Seconds of a time limit as sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, or
+    days-hours[:minutes[:seconds]]."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = ((0, *parts, 0), (0, *parts), parts)[len(parts) - 1]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def array_script(submission: Submission, window: Window) -> str:
@@ -98,14 +123,14 @@ def array_script(submission: Submission, window: Window) -> str:
         ("time", slurm.time),
         ("nodes", slurm.nodes),
         ("ntasks-per-node", 1),
-        ("cpus-per-task", slurm.cpus),
+        ("cpus-per-task", _cpus(slurm)),
         ("mem", slurm.memory),
         ("gres", slurm.gres),
         ("constraint", slurm.constraint),
         ("signal", f"{'' if is_step else 'B:'}USR1@{slurm.warn_s}"),
     ]
     worker = [submission.program, "run", *map(shlex.quote, submission.words)]
-    worker += ["--gpus", "all"] if _num_gpus(slurm.gres or "") > 1 else []
+    worker += ["--gpus", "all"] if _num_gpus(slurm) > 1 else []
     worker += ([] if slurm.wait else ["--no-wait"]) + (["--requeue"] if slurm.requeue else [])
     lines = [
         *_head(submission, submission.out.name, options, "%A_%a", slurm.options),
@@ -122,10 +147,24 @@ def array_script(submission: Submission, window: Window) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _num_gpus(gres: str) -> int:
-    """GPUs of a node that a list such as "gpu:a100:4,shard:8" asks for."""
-    asked = [one.split("(")[0].split(":") for one in gres.split(",")]
+def _num_gpus(slurm: Slurm) -> int:
+    """GPUs of a node that a task asks for, by `gres` or by one of sbatch's own options."""
+    found = (_GPU_OPTION.fullmatch(option) for option in slurm.options)
+    return max([_in_gres(slurm.gres or ""), *(_in_gres(f"gpu:{one[1]}" if one[1] else one[2]) for one in found if one)])
+
+
+_GPU_OPTION = re.compile(r"(?:--gpus(?:-per-node|-per-task)?[= ]|-G *)(\S+)|--gres[= ](\S+)")
+
+
+def _in_gres(gres: str) -> int:
+    """GPUs in a list such as "gpu:a100:4,shard:8" or "gres:gpu:2"."""
+    asked = [one.removeprefix("gres:").split("(")[0].split(":") for one in gres.split(",")]
     return sum(int(words[-1]) if words[-1].isdecimal() else 1 for words in asked if words[0] == "gpu")
+
+
+def _cpus(slurm: Slurm) -> int | None:
+    """CPUs of a task: of each of its workers' as many."""
+    return None if slurm.cpus is None else slurm.cpus * max(1, _num_gpus(slurm))
 
 
 def finish_script(submission: Submission) -> str:
@@ -179,7 +218,7 @@ def _srun(slurm: Slurm) -> Iterator[str]:
         yield "srun"
         if slurm.cpus is not None:
             # Since Slurm 22.05 a step does not inherit it from its job.
-            yield f"--cpus-per-task={slurm.cpus}"
+            yield f"--cpus-per-task={_cpus(slurm)}"
 
 
 def _container(slurm: Slurm) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,8 @@ class Request:
 class Sent:
     """The jobs of a submission."""
 
-    arrays: tuple[tuple[Window, str], ...]
+    arrays: tuple[str, ...]
     finish: str
-
-    @property
-    def job_ids(self) -> list[str]:
-        return [job_id for _, job_id in self.arrays]
 
 
 def _put(path: Path, text: str) -> None:
@@ -91,6 +87,7 @@ def submission(request: Request, out: Path, job: Job) -> Submission:
         words=(*names, "-o", str(out), *words_of(request.options)),
         program=program,
         device=job.engine.device,
+        grace_s=job.run.grace_s,
         cache=Path(request.folder, slurm.cache) if slurm.cache else cache_dir().absolute(),
     )
     check(found)
@@ -103,6 +100,8 @@ class Left:
 
     shards: int
     """That nobody alive works on."""
+    rows: int
+    """Outstanding, whoever works on them."""
     said: tuple[str, ...] = ()
     """How the run stands; nothing of a run that is not planned."""
 
@@ -117,12 +116,13 @@ def left_of(run: RunDirectory, stale_after_s: float) -> Left:
         f"{one.heartbeat_age_s:.0f} s ago (thought dead after {stale_after_s:.0f} s)"
         for one in holders
     ]
-    return Left(len(balance.shards) - balance.shards_settled - len(holders), (*held, balance.line()))
+    num_free = len(balance.shards) - balance.shards_settled - len(holders)
+    return Left(num_free, balance.outstanding, (*held, balance.line()))
 
 
-def send(given: Submission, arrays: Sequence[Window]) -> Sent:
-    """Write the scripts into the run directory and submit them. Raises programs.SlurmError, which says what was
-    submitted before."""
+def send(given: Submission, arrays: Sequence[Window], say: Callable[[str], None]) -> Sent:
+    """Write the scripts into the run directory and submit them, and say so of each at once: whoever interrupts this
+    must know what to take back. Raises programs.SlurmError."""
     folder = given.out / FOLDER
     _put(folder / ARRAY, array_script(given, arrays[0]))
     _put(folder / FINISH, finish_script(given))
@@ -130,33 +130,32 @@ def send(given: Submission, arrays: Sequence[Window]) -> Sent:
     try:
         for window in arrays:
             ids.append(programs.submit(folder / ARRAY, [f"--array={window.indices}"]))
+            say(_array_line(window, ids[-1]))
         finish = programs.submit(folder / FINISH, [f"--dependency=afterany:{':'.join(ids)}"])
+        say(f"submitted job {finish}: checks and finishes the run when they have ended, however they end")
     except programs.SlurmError as error:
         before = f"; submitted before: {' '.join(ids)} (scancel takes them back)" if ids else ""
         raise programs.SlurmError(f"{error}{before}") from None
-    return Sent(tuple(zip(arrays, ids, strict=True)), finish)
+    return Sent(tuple(ids), finish)
 
 
-def told(sent: Sent, given: Submission) -> str:
-    """What was sent, and what a person may type next."""
-    out, slurm = given.out, given.slurm
-    place, ids = shlex.quote(str(out)), sent.job_ids
-    lines = [_array_line(window, job_id) for window, job_id in sent.arrays]
-    lines.append(f"submitted job {sent.finish}: checks and finishes the run when they have ended, however they end")
+def next_commands(sent: Sent, given: Submission) -> str:
+    """What a person may type next."""
+    out, slurm, ids = given.out, given.slurm, sent.arrays
+    place = shlex.quote(str(out))
     again = f"sbatch --array=0 {shlex.quote(str(out / FOLDER / ARRAY))}"
     to_workers = "" if slurm.launcher == "srun" else "--batch "
     stop = f"scancel {to_workers}--signal=USR2 {' '.join(ids)}"
     commands = {
         f"batchgen status {place}": "where the run stands, from any host",
         f"squeue -j {','.join([*ids, sent.finish])}": "where its jobs stand",
-        f"tail -F {place}/{FOLDER}/*.log": "what the workers say",
+        f"tail -F {place}/{FOLDER}/{ids[0]}_0.log": "what a worker says, once it runs",
         stop: "running workers commit what they have and end",
         f"scancel {' '.join(ids)}": "all tasks do, and none starts any more",
         again: "send a task again, any index",
         f"batchgen submit --resume {place}": "send as many tasks as there is work left for",
     }
-    width = max(len(command) for command in commands if len(command) <= 60)
-    return "\n".join([*lines, "next:", *(f"  {command:{width}}  # {what}" for command, what in commands.items())])
+    return "\n".join(["next:", *(f"  {command}  # {what}" for command, what in commands.items())])
 
 
 def max_array_size(*, may_guess: bool) -> int:

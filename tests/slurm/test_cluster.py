@@ -94,10 +94,6 @@ def environment(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
 
 
-def slow(path: Path, num: int, seconds: float) -> Path:
-    return runs.manifest(path, [{"id": f"row-{n}", "prompt": f"fault: slow {seconds}"} for n in range(num)])
-
-
 def submit(slurm: Cluster, *words: object, keys: Sequence[str] = (), out: str = "out") -> Run:
     """`batchgen submit` with the pattern model."""
     settings = [word for key in (*SMALL, *keys) for word in ("--set", key)]
@@ -119,7 +115,7 @@ OK = ("COMPLETED", 0)
 
 def test_four_tasks_on_two_nodes_and_their_status(slurm: Cluster, tmp_path: Path) -> None:
     keys = ("slurm.tasks=4", "plan.shard_images=4", "slurm.gres='gpu:1'", "slurm.cpus=1", "slurm.time=10")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 48, 0.5), keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 48, 0.5), keys=keys)
     run.wait_until_at_work(0, 1, 2, 3)
     status = runs.batchgen("status", run.out, "--check")
     assert status.code == 75
@@ -134,7 +130,7 @@ def test_four_tasks_on_two_nodes_and_their_status(slurm: Cluster, tmp_path: Path
 
 def test_scancel_of_one_task_and_requeue_of_another(slurm: Cluster, tmp_path: Path) -> None:
     keys = ("slurm.tasks=4", "plan.shard_images=8")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 64, 0.5), keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 64, 0.5), keys=keys)
     run.wait_until_at_work(0, 1, 2, 3)
     slurm.ask("scancel", f"{run.array}_1")
     slurm.ask("scontrol", "requeue", f"{run.array}_2")
@@ -147,7 +143,7 @@ def test_scancel_of_one_task_and_requeue_of_another(slurm: Cluster, tmp_path: Pa
 
 def test_a_node_set_down(slurm: Cluster, tmp_path: Path) -> None:
     """Its task commits what it has and goes on on the other node."""
-    run = submit(slurm, slow(tmp_path / "m.parquet", 40, 0.5), keys=("slurm.tasks=2", "plan.shard_images=8"))
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 40, 0.5), keys=("slurm.tasks=2", "plan.shard_images=8"))
     run.wait_until_at_work(0, 1)
     (lost,) = [index for index, state in slurm.states(run.array).items() if state.node == "n2"]
     slurm.ask("scontrol", "update", "nodename=n2", "state=down", "reason=test")
@@ -168,7 +164,7 @@ def test_a_node_lost_with_a_worker_that_lives_on(slurm: Cluster, tmp_path: Path)
     container = f"unshare --mount --uts sh {shlex.quote(str(tmp_path / 'host.sh'))}"
     program = f"{shlex.quote(sys.executable)} -m batchgen"
     keys = (*keys, f"slurm.container={container!r}", f"slurm.program={program!r}")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 8, 2), keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 8, 2), keys=keys)
     run.wait_until_at_work(0, 1)
     (lost,) = [index for index, state in slurm.states(run.array).items() if state.node == "n2"]
     slurm.kill("slurmd-n2")
@@ -188,7 +184,7 @@ def test_a_node_lost_with_a_worker_that_lives_on(slurm: Cluster, tmp_path: Path)
 
 def test_slurmd_killed(slurm: Cluster, tmp_path: Path) -> None:
     """Its job goes on, and the next slurmd finds it."""
-    run = submit(slurm, slow(tmp_path / "m.parquet", 32, 0.5), keys=("slurm.tasks=2", "plan.shard_images=4"))
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 32, 0.5), keys=("slurm.tasks=2", "plan.shard_images=4"))
     run.wait_until_at_work(0, 1)
     slurm.kill("slurmd-n2")
     before = run.num_committed()
@@ -203,7 +199,7 @@ def test_slurmd_killed(slurm: Cluster, tmp_path: Path) -> None:
 
 def test_preemption(slurm: Cluster, tmp_path: Path) -> None:
     """Told at the start of the grace time, the tasks commit what they have, and go back into the queue."""
-    source = slow(tmp_path / "m.parquet", 40, 0.5)
+    source = runs.slow(tmp_path / "m.parquet", 40, 0.5)
     run = submit(slurm, source, "--requeue", keys=("slurm.tasks=2", "plan.shard_images=8"))
     run.wait_until_at_work(0, 1)
     higher = ["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
@@ -222,7 +218,7 @@ def test_time_limit(slurm: Cluster, tmp_path: Path, launcher: str) -> None:
     """Warned before it, a task commits what it has and puts itself into the queue again, by its own name, once."""
     keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=15", f"slurm.launcher={launcher}")
     keys = (*keys, "plan.shard_images=60", "plan.batch_sizes=[1]")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 60, 0.8), "--requeue", keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 60, 0.8), "--requeue", keys=keys)
     states, finish = run.ended()
     assert codes(states) == {0: OK}, run.logs()
     assert states[0].restarts >= 1
@@ -236,7 +232,7 @@ def test_time_limit(slurm: Cluster, tmp_path: Path, launcher: str) -> None:
 def test_time_limit_of_a_task_with_two_workers(slurm: Cluster, tmp_path: Path) -> None:
     """As of one that has several GPUs: its launcher drains both, and puts the task into the queue again."""
     keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=20", "plan.shard_images=40", "plan.batch_sizes=[1]")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 160, 0.7), "--requeue", keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 160, 0.7), "--requeue", keys=keys)
     slurm.ask("scancel", run.array)
     assert slurm.ended(run.array)[0].name == "CANCELLED"
     script = run.out / ".run" / "slurm" / "two-workers.sbatch"
@@ -256,7 +252,7 @@ def test_time_limit_of_a_task_with_two_workers(slurm: Cluster, tmp_path: Path) -
 def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) -> None:
     """The finishing job says what is outstanding; `submit --resume` sends tasks for that alone."""
     keys = ("slurm.tasks=2", "slurm.time=1", "slurm.warn_s=15", "plan.shard_images=40", "plan.batch_sizes=[1]")
-    run = submit(slurm, slow(tmp_path / "m.parquet", 80, 1.2), keys=keys)
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 80, 1.2), keys=keys)
     states, finish = run.ended()
     assert codes(states) == dict.fromkeys(range(2), ("FAILED", 75)), run.logs()
     assert (finish.name, finish.code) == ("FAILED", 75)
@@ -271,7 +267,7 @@ def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) 
 
 
 def test_case_20_two_of_eight_tasks_again(slurm: Cluster, tmp_path: Path) -> None:
-    run = submit(slurm, slow(tmp_path / "m.parquet", 32, 2), keys=("slurm.tasks=8", "plan.shard_images=4"))
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 32, 2), keys=("slurm.tasks=8", "plan.shard_images=4"))
     wait_for(lambda: run.num_committed() >= 2, run.logs)
     slurm.ask("scancel", run.array)
     states, finish = run.ended()
@@ -284,7 +280,7 @@ def test_case_20_two_of_eight_tasks_again(slurm: Cluster, tmp_path: Path) -> Non
 
 
 def test_case_18_twelve_tasks_for_three_shards(slurm: Cluster, tmp_path: Path) -> None:
-    run = submit(slurm, slow(tmp_path / "m.parquet", 12, 4), keys=("slurm.tasks=12", "plan.shard_images=4"))
+    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 12, 4), keys=("slurm.tasks=12", "plan.shard_images=4"))
     # The finishing job waits for the array alone: had one of the others taken a shard, it could find that one at work.
     run.wait_until_at_work(0, 1, 2)
     more = slurm.ask("sbatch", "--parsable", "--array=3-11", run.out / ".run" / "slurm" / "array.sbatch").strip()
