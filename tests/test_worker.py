@@ -29,7 +29,7 @@ from batchgen.making import Maker
 from batchgen.models.pattern import paint
 from batchgen.owners import end, this_process
 from batchgen.plan_reader import PlanReader, batches
-from batchgen.records import Batch, Failure, Image, Outcome, Row
+from batchgen.records import Batch, Failure, Image, Outcome, Row, Spent
 from batchgen.stopping import Stop
 from batchgen.worker import Worker
 from tests.plans import Frozen, folder, frozen, pattern_job
@@ -50,6 +50,9 @@ class Scripted:
 
     def measurements(self) -> Sequence[Measurement]:
         return ()
+
+    def spent(self) -> Spent:
+        return Spent()
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         self.asked.append((batch.size, [row.id for row in batch.rows]))
