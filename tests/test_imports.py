@@ -95,7 +95,9 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("command", ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report"])
+@pytest.mark.parametrize(
+    "command", ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report"]
+)
 def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes(tmp_path / "bin", monkeypatch)
     source, csv = runs.prompts(tmp_path / "m.parquet", 3), tmp_path / "m.csv"
