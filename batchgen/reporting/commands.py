@@ -18,7 +18,7 @@ from batchgen.wording import counted
     "--images", type=click.IntRange(0, 2000), default=240, show_default=True, help="So many pictures at most."
 )
 def report(directory: Path, out: Path | None, images: int) -> None:
-    """Write a page that says how the run in DIRECTORY went, with pictures.
+    """Write an HTML page of the run in DIRECTORY, with pictures.
 
     One file that opens in any browser, without a network; of a run that is not finished, too.
 
