@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import Any
@@ -47,10 +48,12 @@ class Table:
     lines: Sequence[Sequence[str]]
     num_texts: int = 1
     """So many columns, from the left, are texts."""
+    name: int = 0
+    """The column that says what a line is about."""
     left_out: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Findings:
     """All that a page is about."""
 
@@ -65,6 +68,11 @@ class Findings:
     cards: Sequence[Card]
     rejected: Sequence[str]
     """Faults of the first rejected rows."""
+
+    @cached_property
+    def labels(self) -> Sequence[str]:
+        """Of the groups, in their order."""
+        return group_labels(self.index.groups)
 
     @property
     def outstanding(self) -> int:
@@ -134,7 +142,7 @@ def _context(found: Findings) -> dict[str, Any]:
         "captures": _captures(found.spending),
         "memory": _memory(found.spending),
         "workers": _workers(found.spending),
-        "labels": {number: group_label(group) for number, group in enumerate(found.index.groups)},
+        "labels": found.labels,
         "choices": sorted({card.group for card in found.cards})[:_MOST_CHOICES],
         "versions": {name: ", ".join(sorted(some)) for name, some in sorted(found.spending.versions.items())},
         "job": json.dumps(found.index.job, indent=2, ensure_ascii=False),
@@ -146,10 +154,15 @@ def _asset(name: str) -> str:
     return (files("batchgen.reporting") / "templates" / name).read_text(encoding="utf-8")
 
 
-def group_label(group: Group) -> str:
-    """A group in words."""
-    guided = "guided" if group.is_guided else "unguided"
-    return f"{group.width}×{group.height}, {guided}, {sampler_text(group)}"
+def group_labels(groups: Sequence[Group]) -> list[str]:
+    """The groups in words; what all of them have of samplers is left out."""
+    samplers = [f", {sampler_text(group)}" for group in groups]
+    if len(set(samplers)) == 1:
+        samplers = [""] * len(groups)
+    return [
+        f"{group.width}×{group.height}, {'guided' if group.is_guided else 'unguided'}{sampler}"
+        for group, sampler in zip(groups, samplers, strict=True)
+    ]
 
 
 def _tiles(found: Findings, known: Pace | None) -> Sequence[tuple[str, str, str]]:
@@ -209,13 +222,13 @@ def _groups(found: Findings) -> Table:
     slowest = sorted(made, key=lambda number: -seconds[number] / made[number].made)
     lines = [
         (
-            group_label(found.index.groups[number]),
+            found.labels[number],
             f"{made[number].made:,}",
             f"{made[number].failed:,}",
             f"{seconds[number] / made[number].made:,.3g}",
             f"{seconds[number] / total:.1%}",
         )
-        for number in slowest[:20]
+        for number in slowest[:_MOST_LINES]
     ]
     header = ("group", "images", "failed", "seconds an image", "of all seconds")
     return Table(header, lines, left_out=len(slowest) - len(lines))
@@ -226,7 +239,7 @@ def _buckets(found: Findings) -> Table:
     is_known = any(one.at_work is not None for _, one in buckets)
     lines = [
         (
-            group_label(found.index.groups[group]),
+            found.labels[group],
             f"{size:,}",
             f"{one.batches:,}",
             f"{one.images:,}",
@@ -283,10 +296,11 @@ def _workers(spending: Spending) -> Table:
             f"{one.pid}",
             one.device or "-",
             f"{one.rows:,}",
-            lasting(one.busy_s) if one.busy_s else "-",
-            f"{one.rows / one.busy_s:,.3g}" if one.busy_s > 1 else "-",
+            lasting(busy_s) if busy_s else "-",
+            f"{one.rows / busy_s:,.3g}" if busy_s > 1 else "-",
         )
         for number, one in workers[:_MOST_LINES]
+        for busy_s in [spending.busy_s(number - 1)]
     ]
     header = ("", "host", "process", "device", "rows", "at work", "rows/s")
-    return Table(header, lines, num_texts=4, left_out=len(workers) - len(lines))
+    return Table(header, lines, num_texts=4, name=1, left_out=len(workers) - len(lines))

@@ -54,6 +54,7 @@ def pace_plots(pace: Pace) -> dict[str, str]:
         axes.set(xlim=(0, pace.work_s / seconds), xlabel=unit, ylabel="images/s")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", linewidth=0.6)
+        axes.set_axisbelow(True)
         if len(pace.rates) > 1:
             axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=1, fontsize=10)
 

@@ -37,7 +37,6 @@ class WorkerTime:
     pid: int
     device: str
     rows: int = 0
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -89,7 +88,6 @@ class Spending:
             return
         ended_s = max(receipt.started_s, receipt.ended_s)  # A clock may have been set back meanwhile.
         self.spans.append(Span(receipt.started_s, ended_s, rows, worker))
-        self.workers[worker].busy_s += ended_s - receipt.started_s
         for stage, seconds in receipt.spent.stage_s.items():
             self.stage_s[stage] = self.stage_s.get(stage, 0.0) + seconds
         for one in receipt.spent.captures:
@@ -98,6 +96,11 @@ class Spending:
         if receipt.spent.peak_bytes:
             peak, total = self.memory.get(device, (0, 0))
             self.memory[device] = max(peak, receipt.spent.peak_bytes), max(total, receipt.spent.device_bytes)
+
+    def busy_s(self, worker: int) -> float:
+        """The time of a worker's epochs; where they overlap, once."""
+        own = (span for span in self.spans if span.worker == worker)
+        return sum(end - start for start, end in _stretches(own, break_s=0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,11 @@ def _names(workers: Sequence[WorkerTime]) -> list[str]:
     return [f"{number}: {one.host}, process {one.pid}" for number, one in enumerate(workers, 1)]
 
 
-def _stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Times in which somebody was at work, ascending, breaks between them."""
+def _stretches(spans: Iterable[Span], break_s: float = BREAK_S) -> list[tuple[float, float]]:
+    """Times in which somebody was at work, ascending, with longer breaks between them."""
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda one: one.started_s):
-        if found and span.started_s - found[-1][1] <= BREAK_S:
+        if found and span.started_s - found[-1][1] <= break_s:
             found[-1] = (found[-1][0], max(found[-1][1], span.ended_s))
         else:
             found.append((span.started_s, span.ended_s))
