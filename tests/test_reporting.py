@@ -202,16 +202,23 @@ def test_damaged_pictures_and_row_tables_are_said_and_the_rest_is_there(tmp_path
     assert places[hurt].isdisjoint(cards)
 
 
-def test_rows_made_again_are_shown_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", runs.FORMATS)
+def test_rows_made_again_are_shown_and_counted_once(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
-    assert runs.run(runs.prompts(tmp_path / "m.parquet", 4), out, "--format", "parquet").code == 0
-    part = next((out / "data").glob("*.parquet"))
-    part.write_bytes(part.read_bytes()[:-100])
-    assert runs.batchgen("verify", out, "--repair").code == 0
+    columns = {"id": [f"row-{n}" for n in range(5)], "prompt": [*(f"prompt {n}" for n in range(4)), "fault: nan"]}
+    source = runs.manifest(tmp_path / "m.parquet", columns)
+    assert runs.run(source, out, "--format", kind, "--set", "plan.batch_sizes=[8]", *FAULTS).code == 3
+    if kind == "files":
+        (out / runs.metadata(out)[1]["file_name"]).write_bytes(b"")
+        assert runs.batchgen("verify", out, "--repair").code == 3
+    assert runs.batchgen("retry", out).code == 3
     found = reported(out)
-    assert sorted(card.texts["id"] for card in found.made) == [f"row-{n}" for n in range(4)]
+    assert [card.texts["id"] for card in found.cards] == ["row-4", *(f"row-{n}" for n in range(4))]
     assert all(card.picture is not None for card in found.made)
-    assert "4images made" in found.words("totals")
+    assert "4images made 1failed 0rejected 0outstanding" in found.words("totals")
+    assert "NotFinite1row-4" in found.words("failures")
+    batches, padded = (3, 3 + 7 + 7) if kind == "files" else (2, 3 + 7)
+    assert f"8{batches}54{padded}" in found.words("buckets")
 
 
 def rewrite(ledger: Ledger, receipt: Receipt, without: tuple[str, ...]) -> None:
@@ -324,6 +331,16 @@ def test_a_sample_does_not_depend_on_the_order_and_lies_evenly() -> None:
     assert max(np.diff([0, *found, 10_000])) < 3 * 10_000 / 50
 
 
+def test_a_sample_holds_no_more_than_it_shows() -> None:
+    sample: Sample[str] = Sample(lambda kind: 50)
+    before = pa.total_allocated_bytes()
+    for start in range(0, 200_000, 2000):
+        rows = {"position": pa.array(range(start, start + 2000), pa.uint64()), "prompt": ["x" * 1000] * 2000}
+        sample.add("a", pa.table(rows))
+    del rows
+    assert pa.total_allocated_bytes() - before < 1_000_000
+
+
 def epoch(started_s: float, ended_s: float, pid: int = 1, **spent: Any) -> Receipt:
     owner = replace(this_process(), token=f"{pid:016x}", pid=pid)
     return Receipt(
@@ -356,6 +373,16 @@ def test_pace_keeps_all_images_and_leaves_breaks_out() -> None:
         assert kind in ("wide", "narrow")
         assert svg.startswith("<svg ")
         assert "#0" not in svg.replace('"#0', ""), "a stand-in colour was left"
+
+
+def test_a_clock_that_was_set_back_costs_no_image() -> None:
+    spending = Spending()
+    spending.add(epoch(90_060, 90_020), 5)
+    found = pace(spending)
+    assert found is not None
+    assert found.work_s >= 0
+    assert found.total.sum() * found.edges_s[1] == pytest.approx(5)
+    assert spending.busy_s(0) == 0
 
 
 def test_captures_and_memory_are_summed() -> None:
