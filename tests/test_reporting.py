@@ -128,6 +128,15 @@ def test_a_very_long_prompt_is_cut_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").stat().st_size < 200_000
 
 
+def test_the_values_of_a_card_have_bounds(tmp_path: Path) -> None:
+    row = {"prompt": "a fox", **{f"own {n}": "y" * 15_000 for n in range(50)}}
+    assert runs.run(runs.manifest(tmp_path / "m.parquet", [row]), tmp_path / "out").code == 0
+    (card,) = reported(tmp_path / "out").made
+    assert [len(card.texts[f"own {n}"]) for n in (0, 1, 3, 49)] == [15_000, 15_000, 1, 1]
+    assert card.texts["own 2"].endswith("y…")
+    assert (tmp_path / "out" / "report.html").stat().st_size < 200_000
+
+
 def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert runs.run(mixed(tmp_path / "m.parquet"), out, "--set", "plan.shard_images=6", *FAULTS).code == 3

@@ -26,8 +26,8 @@ from batchgen.wording import shorten
 THUMBNAIL = 320
 """Pixels of the longer side, at most."""
 _QUALITY = 75
-MOST_TEXT = 20_000
-"""Characters of one value that a card holds."""
+MOST_TEXT, MOST_VALUES = 20_000, 40_000
+"""Characters of one text that a card holds, and of all its values together."""
 _OF_MADE = ("file_name", "bytes", "format", "batch_size", "mode", "tokens", "tokens_dropped", "retries", "seconds")
 
 
@@ -79,12 +79,20 @@ def _cards(table: pa.Table, *, is_failed: bool) -> Iterator[Card]:
             seed=line["seed"] or "",
             size=(table["width"][number].as_py(), table["height"][number].as_py()),
             summary=_summary(line),
-            values=[
-                (name.removeprefix(CARRIED), _bounded(line[name] or "")) for name in shown if line[name] is not None
-            ],
+            values=list(_values(line, shown)),
             reason=_bounded(f"{line['error']}: {line['message']}") if is_failed else "",
             file_name=line["file_name"] or "",
         )
+
+
+def _values(line: Mapping[str, str | None], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those that are there, by the names that tables have for them, as long as there is room."""
+    room = MOST_VALUES
+    for name in names:
+        text = line[name]
+        if text is not None:
+            yield name.removeprefix(CARRIED), shorten(text, max(1, min(MOST_TEXT, room)))
+            room -= len(text)
 
 
 def _summary(line: Mapping[str, str | None]) -> str:
