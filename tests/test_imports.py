@@ -49,6 +49,8 @@ LAYERS = [
     epoch finalize verify
     repairing sheet reporting.rows
     reporting.cards
+    reporting.findings
+    reporting.tables
     reporting.page
     reporting.writing
     worker saying slurm.script

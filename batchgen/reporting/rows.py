@@ -42,6 +42,8 @@ class RowCounts:
 
     group_s: dict[int, float] = field(default_factory=dict)
     """Seconds of a group's images, together."""
+    group_images: dict[int, int] = field(default_factory=dict)
+    """Their number."""
     reasons: dict[str, Reason] = field(default_factory=dict)
     num_bytes: int = 0
     flat: int = 0
@@ -98,6 +100,7 @@ def _count_made(counts: RowCounts, table: pa.Table, planned_size: npt.NDArray[np
     counts.smaller += int((table["batch_size"].to_numpy() < planned_size).sum())
     for number, rows in _by(table, GROUP):
         counts.group_s[number] = counts.group_s.get(number, 0.0) + pc.sum(rows["seconds"]).as_py()
+        counts.group_images[number] = counts.group_images.get(number, 0) + len(rows)
         sample.add(number, rows)
 
 

@@ -17,7 +17,8 @@ from batchgen.models.folder import facts_of
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
 from batchgen.reporting.cards import cards_of
-from batchgen.reporting.page import Findings, page, require_libraries
+from batchgen.reporting.findings import Findings
+from batchgen.reporting.page import page, require_libraries
 from batchgen.reporting.plan_counts import Evaluations, count_plan
 from batchgen.reporting.rows import count_rows
 from batchgen.reporting.spending import Spending
