@@ -58,7 +58,8 @@ LAYERS = [
     launched
     children
     launcher
-    bench.plan bench.long bench.architectures bench.evaluations bench.traces bench.watch bench.surroundings
+    bench.plan bench.long bench.killing bench.architectures bench.evaluations bench.traces bench.watch
+    bench.surroundings
     bench.ours bench.baselines bench.modes
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath
