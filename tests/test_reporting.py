@@ -27,6 +27,7 @@ from batchgen.owners import this_process
 from batchgen.plan_reader import PlanReader
 from batchgen.records import Captured, Spent
 from batchgen.reporting import page as pages_module
+from batchgen.reporting import tables
 from batchgen.reporting.cards import THUMBNAIL, thumbnail
 from batchgen.reporting.plan_counts import count_plan
 from batchgen.reporting.plots import pace_plots, stage_plots
@@ -420,3 +421,17 @@ def test_thumbnails_are_small() -> None:
     assert len(flat) < 400
     with Image.open(io.BytesIO(base64.b64decode(small.split(",")[1]))) as image:
         assert image.size == (THUMBNAIL, THUMBNAIL // 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.00312, "0.00312"), (7, "7"), (12.345, "12.3"), (99.96, "100"), (191234.5, "191,234")]
+)
+def test_rates_are_written_without_exponents(number: float, text: str) -> None:
+    assert tables.rate(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (99, "99 s"), (100, "2 min"), (7100, "118 min"), (11_100, "3 h 05 min")]
+)
+def test_times_are_written_in_units_that_fit(seconds: float, text: str) -> None:
+    assert tables.lasting(seconds) == text
