@@ -18,6 +18,7 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.options import job_of, with_job_options
 from batchgen.prefetch import prefetch
+from batchgen.reporting.commands import report, sheet
 from batchgen.saying import say, say_notes, say_planned
 from batchgen.slurm.commands import submit
 from batchgen.stopping import hear
@@ -267,27 +268,10 @@ def finalize(directory: Path, partial: bool) -> None:
     click.echo(balance.line())
 
 
-@cli.command()
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png]."
-)
-@click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
-def sheet(directory: Path, out: Path | None, rows: int) -> None:
-    """Write a contact sheet of the pictures in DIRECTORY.
-
-    \b
-    Example: batchgen sheet prompts-out
-    """
-    from batchgen.rundir import RunDirectory
-    from batchgen.sheet import write_sheet
-
-    target = out or directory / "sheet.png"
-    click.echo(f"{counted(write_sheet(RunDirectory(directory), target, rows), 'picture')} in {target}")
-
-
 cli.add_command(bench)
 cli.add_command(prefetch)
+cli.add_command(report)
+cli.add_command(sheet)
 cli.add_command(submit)
 
 

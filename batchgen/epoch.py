@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -65,6 +65,7 @@ class Epoch:
         self._counted = [0, len(self._failures)]
         """Rows made and failed that the progress has been told of."""
         self._at_work: Pending | None = None
+        self._started_s = time.time()
         self._part = PartWriter(
             place.ledger.root / "work",
             stem(shard, number),
@@ -158,6 +159,7 @@ class Epoch:
         return self._receipt(finished, write_table(place.ledger.table_path(self._shard, self._number), table))
 
     def _receipt(self, part: Part, table_sha256: str) -> Receipt:
+        spent = self._place.maker.spent()
         return Receipt(
             COMMITTED,
             self._shard,
@@ -171,6 +173,9 @@ class Epoch:
             table_sha256=table_sha256,
             cut=tuple(sorted(image.index for image in part.images if image.tokens_dropped)),
             versions=dict(self._place.maker.generator.versions),
+            started_s=self._started_s,
+            ended_s=time.time(),
+            spent=replace(spent, stage_s={**spent.stage_s, "write": part.write_s}),
         )
 
     def _is_thrown_away(self, error: Exception) -> bool:

@@ -9,7 +9,7 @@ from typing import Protocol
 from batchgen.cost import Measurement
 from batchgen.errors import BatchgenError
 from batchgen.job import Job
-from batchgen.records import Batch, Bucket, Outcome, Work
+from batchgen.records import Batch, Bucket, Outcome, Spent, Work
 
 
 class Dropped(Exception):
@@ -58,6 +58,9 @@ class Generator(Protocol):
 
     def measurements(self) -> Sequence[Measurement]:
         """What the buckets that ran were seen to cost on a GPU."""
+
+    def spent(self) -> Spent:
+        """What all batches took whose outcomes were asked for."""
 
 
 def open_generator(job: Job, context: Context | None = None) -> Generator:

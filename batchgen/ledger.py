@@ -22,6 +22,7 @@ from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem
 from batchgen.owners import Owner, gone_because, mark
 from batchgen.ranges import indices, ranges
+from batchgen.records import Spent
 from batchgen.slots import NO_SLOT, sealed, unsealed
 
 CLOCK_S = 60.0
@@ -64,6 +65,12 @@ class Receipt:
     """Of the rows made: those without the end of a prompt, which was longer than the model reads."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What the pixels may depend on beside the job: libraries and device."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    """When its first batch was begun and its last one had been written, Unix time by its owner's clock; 0 in receipts
+    of versions that did not record it. Nothing is decided by them."""
+    spent: Spent = field(default_factory=Spent)
+    """Whatever the owner had spent since its last receipt."""
     plan: str = ""
     """The `PlanIndex.token` of the run that it is about."""
     is_readable: bool = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from batchgen.errors import BatchgenError, RowError
 from batchgen.generator import Dropped, Generator, OutOfMemory, Pending
-from batchgen.records import UNSAFE, Batch, Failure, Group, Image, Outcome, Row
+from batchgen.records import UNSAFE, Batch, Failure, Group, Image, Outcome, Row, Spent
 from batchgen.stopping import Stop
 
 COMMIT_RESERVE_S = 5.0
@@ -27,6 +27,12 @@ class Maker:
     """Of a batch of as many rows as lanes, by the bucket's last one."""
     _largest: dict[Group, int] = field(default_factory=dict)
     """The largest batch size that is still tried, where a larger one did not fit."""
+    _told: Spent = field(default_factory=Spent)
+
+    def spent(self) -> Spent:
+        """What was spent since it was last asked."""
+        before, self._told = self._told, self.generator.spent()
+        return self._told.since(before)
 
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Prepare a shard. Raises Dropped as soon as the run is asked to stop, and what ends the run. Any other fault

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +22,9 @@ _IMAGE = {"bytes": pa.types.is_binary, "path": pa.types.is_string}
 """Fields of a Parquet part's column of images."""
 
 
-def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The images of a part as (file name, bytes), one in memory at a time, a Parquet row group at most.
+def part_reader(path: Path, members: Collection[str] | None = None) -> Iterator[tuple[str, bytes]]:
+    """The images of a part as (file name, bytes), one in memory at a time, a Parquet row group at most. Of these file
+    names alone, if some are given: what is not asked for is hardly read.
 
     Which container it is follows from the path: a folder, `.tar` or `.parquet`. What is no file (a folder, a link, a
     pipe) holds no image. Raises BatchgenError where the part is missing or damaged so that it cannot be walked further;
@@ -33,12 +34,13 @@ def part_reader(path: Path) -> Iterator[tuple[str, bytes]]:
         if path.suffix:
             _require_file(path)
         if path.suffix == ".tar":
-            yield from _tar_images(path)
+            yield from _tar_images(path, members)
         elif path.suffix == ".parquet":
-            yield from _parquet_images(path)
+            yield from _parquet_images(path, members)
         else:
             for file in _files(path):
-                yield file.name, file.read_bytes()
+                if members is None or file.name in members:
+                    yield file.name, file.read_bytes()
 
 
 def part_digest(path: Path) -> tuple[int, str]:
@@ -62,7 +64,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(one for one in folder.iterdir() if _is_file(one))
 
 
-def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
+def _tar_images(path: Path, members: Collection[str] | None) -> Iterator[tuple[str, bytes]]:
     end, size = 0, path.stat().st_size
     with path.open("rb") as source, tarfile.open(fileobj=source, mode="r:") as tar:
         for entry in tar:
@@ -72,6 +74,8 @@ def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
                 continue
             if end > size:
                 raise ValueError(f"member {entry.name!r} has {entry.size:,} bytes by its header, more than there are")
+            if members is not None and entry.name not in members:
+                continue
             file = tar.extractfile(entry)
             assert file is not None
             yield entry.name, file.read()
@@ -81,16 +85,25 @@ def _tar_images(path: Path) -> Iterator[tuple[str, bytes]]:
         raise ValueError(f"no further member can be read at byte {end:,}")
 
 
-def _parquet_images(path: Path) -> Iterator[tuple[str, bytes]]:
+def _parquet_images(path: Path, members: Collection[str] | None) -> Iterator[tuple[str, bytes]]:
     # Opened by Arrow itself, as in plan_reader.
     with pa.OSFile(str(path)) as source, pq.ParquetFile(source) as table:
         _require_images(table.schema_arrow)
         for group in range(table.num_row_groups):
+            if members is not None and not _names_in(table, group) & set(members):
+                continue
             for number, image in enumerate(table.read_row_group(group, columns=["image"])["image"]):
                 name, data = (image[field].as_py() if image.is_valid else None for field in ("path", "bytes"))
                 if name is None or data is None:
                     raise ValueError(f"row {number} of row group {group} has no image")
-                yield name, data
+                if members is None or name in members:
+                    yield name, data
+
+
+def _names_in(table: pq.ParquetFile, group: int) -> set[str]:
+    """The images' file names in a row group, read without their bytes."""
+    column = table.read_row_group(group, columns=["image.path"])["image"]
+    return {image["path"].as_py() for image in column if image.is_valid}
 
 
 def _require_images(schema: pa.Schema) -> None:

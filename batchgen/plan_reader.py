@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ class PlanReader:
         self.index = index
         self._root = root
 
-    def shard(self, number: int) -> pa.Table:
-        """The rows of a shard, in order. Raises UsageError if the plan's file is missing or damaged."""
+    def shard(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of a shard, in order, with all columns or some. Raises UsageError if the plan's file is missing or
+        damaged."""
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
         path = self._root / file.name
         try:
@@ -38,7 +39,7 @@ class PlanReader:
                 if footer_digest(source) != file.footer_sha256:
                     raise ValueError("its footer is another one")
                 with pq.ParquetFile(source, page_checksum_verification=True) as opened:
-                    table = opened.read_row_group(number - file.first_shard)
+                    table = opened.read_row_group(number - file.first_shard, columns)
         except (OSError, ValueError, pa.ArrowException) as error:
             self._require_same_run()
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None

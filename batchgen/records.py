@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +174,36 @@ class Part:
     """In the order in which they were added."""
     failures: tuple[Failure, ...]
     """Rows whose picture could not be encoded."""
+    write_s: float = 0.0
+    """That encoder threads were busy with it, taken together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A bucket made ready: compiled, captured, or both."""
+
+    bucket: str
+    mode: str
+    seconds: float
+    compile_s: float
+    """Of them, compiling."""
+    held_bytes: int
+    """That the memory reserved on the device grew by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What making rows took."""
+
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage, such as "text", "denoise", "decode": on a GPU, the device's."""
+    captures: tuple[Captured, ...] = ()
+    peak_bytes: int = 0
+    """Most memory of the device in use at once since the process began; 0 where none is measured."""
+    device_bytes: int = 0
+    """All that the device has; 0 where none is measured."""
+
+    def since(self, before: Spent) -> Spent:
+        """What was spent beyond an earlier state of the same account."""
+        stage_s = {stage: seconds - before.stage_s.get(stage, 0.0) for stage, seconds in self.stage_s.items()}
+        return Spent(stage_s, self.captures[len(before.captures) :], self.peak_bytes, self.device_bytes)

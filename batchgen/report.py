@@ -71,7 +71,7 @@ def plan_text(drafted: Draft, job: Job) -> str:
         [
             f"{one.group.width}×{one.group.height}",
             "yes" if one.group.is_guided else "no",
-            _sampler(one.group),
+            sampler_text(one.group),
             f"{one.images:,}",
             " ".join(f"{size}×{count:,}" for size, count in one.batches.items()),
             f"{one.padded:,}",
@@ -85,7 +85,8 @@ def plan_text(drafted: Draft, job: Job) -> str:
     return "\n".join([*_table(header, lines), "", *_totals(drafted, job, summaries)])
 
 
-def _sampler(group: Group) -> str:
+def sampler_text(group: Group) -> str:
+    """Which samplers a group's rows have."""
     return f"{group.sampler}, {group.steps} steps" if group.sampler else f"any of form {group.form}"
 
 

@@ -1,12 +1,13 @@
-"""A contact sheet: a run's pictures in manifest order, each with its prompt under it, in one PNG of bounded size."""
+"""A contact sheet: pictures of a run in manifest order, each with its prompt under it, in one PNG of bounded size."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from textwrap import wrap
 
@@ -21,14 +22,18 @@ from batchgen.finalize import METADATA, METADATA_PARTIAL
 from batchgen.parts import part_reader
 from batchgen.records import Pixels
 from batchgen.rundir import RunDirectory
+from batchgen.selection import Selection
+from batchgen.wording import shorten
 
 _PICTURE = 160
 """Pixels of the longer side of a picture in the sheet."""
 _GAP = 8
-_TEXT = 11
+_BATCH_ROWS = 4096
+_TEXT, _TITLE = 11, 20
 """Pixels of the letters' height; those that Pillow brings along are Latin."""
 _LINE, _NUM_LINES, _LETTERS = 14, 3, 28
 """Height of a line in pixels; lines and letters that a prompt may have."""
+_TITLE_LINE = 36
 _CELL = (_PICTURE + _GAP, _PICTURE + _NUM_LINES * _LINE + _GAP)
 
 
@@ -43,31 +48,38 @@ class Shown:
     prompt: str
 
 
-def write_sheet(run: RunDirectory, target: Path, num_rows: int) -> int:
-    """Write a sheet of the first rows that were made, at most `num_rows`, and return their number.
+def write_sheet(
+    run: RunDirectory, target: Path, num_rows: int, selected: Selection | None = None, title: str = ""
+) -> int:
+    """Write a sheet of the first rows that were made and are selected, at most `num_rows`, and return their number.
 
-    Raises UsageError for a folder that is no run directory, or has no table of its pictures yet, and BatchgenError for
-    a part that is missing or damaged.
+    Raises UsageError for a folder that is no run directory, or has no table of its pictures yet, and for a selection
+    that none of them passes; BatchgenError for a part that is missing or damaged.
     """
     run.index()
-    shown = _shown(run, num_rows)
+    selected = selected or Selection()
+    shown = _shown(run, num_rows, selected)
     if not shown:
-        raise UsageError(f"{run.path} has no picture to show: no row of it was made")
+        what = "none of its images is selected" if selected.columns else "no row of it was made"
+        raise UsageError(f"{run.path} has no picture to show: {what}")
     buffer = io.BytesIO()
-    contact_sheet(_read(run, shown)).save(buffer, "PNG")
+    contact_sheet(_read(run, shown), title).save(buffer, "PNG")
     with resumable(target):
         target.write_bytes(buffer.getvalue())
     return len(shown)
 
 
-def contact_sheet(pictures: Sequence[tuple[Pixels, str]]) -> Image.Image:
-    """Pictures with their prompts, row by row, about four wide to three high."""
+def contact_sheet(pictures: Sequence[tuple[Pixels, str]], title: str = "") -> Image.Image:
+    """Pictures with their prompts, row by row, about four wide to three high, under a title if there is one."""
     columns = math.ceil(math.sqrt(len(pictures) * 4 / 3 * _CELL[1] / _CELL[0]))
     rows = math.ceil(len(pictures) / columns)
-    sheet = Image.new("RGB", (columns * _CELL[0] + _GAP, rows * _CELL[1] + _GAP), "white")
+    top = _TITLE_LINE if title else 0
+    sheet = Image.new("RGB", (columns * _CELL[0] + _GAP, top + rows * _CELL[1] + _GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
+    draw.text((_GAP, _GAP), _fitting(title, sheet.width - 2 * _GAP), fill="black", font=ImageFont.load_default(_TITLE))
     for number, (pixels, prompt) in enumerate(pictures):
         x, y = (_GAP + place * size for place, size in zip((number % columns, number // columns), _CELL, strict=True))
+        y += top
         picture = ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
         sheet.paste(picture, (x + (_PICTURE - picture.width) // 2, y + _PICTURE - picture.height))
         for line, text in enumerate(wrap(prompt, _LETTERS, max_lines=_NUM_LINES, placeholder=" …")):
@@ -75,8 +87,14 @@ def contact_sheet(pictures: Sequence[tuple[Pixels, str]]) -> Image.Image:
     return sheet
 
 
-def _shown(run: RunDirectory, num_rows: int) -> list[Shown]:
-    """The first rows of the run's table, in manifest order."""
+def _fitting(title: str, width: int) -> str:
+    """A title in one line of so many pixels."""
+    font, text = ImageFont.load_default(_TITLE), shorten(" ".join(title.split()), 300)
+    return next(cut for num in range(len(text), -1, -1) if font.getlength(cut := shorten(text, max(1, num))) <= width)
+
+
+def _shown(run: RunDirectory, num_rows: int, selected: Selection) -> list[Shown]:
+    """The first rows of the run's table that are selected, in manifest order."""
     path = next((path for name in (METADATA, METADATA_PARTIAL) if (path := run.path / name).exists()), None)
     if path is None:
         raise UsageError(
@@ -86,10 +104,17 @@ def _shown(run: RunDirectory, num_rows: int) -> list[Shown]:
     try:
         # Opened by Arrow itself, as in plan_reader.
         with readable(path), pa.OSFile(str(path)) as source:
-            table = next(pq.ParquetFile(source).iter_batches(num_rows, columns=["file_name", "prompt"]), None)
+            lines = list(islice(_lines(pq.ParquetFile(source), selected), num_rows))
     except (OSError, pa.ArrowInvalid) as error:
         raise BatchgenError(f"{path} is damaged: {error}; `batchgen finalize {run.path}` writes it again") from error
-    return [_place(row["file_name"], row["prompt"]) for row in table.to_pylist()] if table else []
+    return [_place(line["file_name"], line["prompt"]) for line in lines]
+
+
+def _lines(table: pq.ParquetFile, selected: Selection) -> Iterator[dict[str, str]]:
+    selected.check(table.schema_arrow)
+    columns = ["file_name", "prompt"]
+    for batch in table.iter_batches(_BATCH_ROWS, columns=sorted({*columns, *selected.columns})):
+        yield from selected.of(pa.table(batch)).select(columns).to_pylist()
 
 
 def _place(file_name: str, prompt: str) -> Shown:
@@ -105,10 +130,9 @@ def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]
     found: dict[tuple[str, str], Pixels] = {}
     for part, members in wanted.items():
         left = set(members)
-        for name, data in part_reader(run.path / part):
-            if name in left:
-                found[part, name] = decode(data)
-                left.remove(name)
+        for name, data in part_reader(run.path / part, members):
+            found[part, name] = decode(data)
+            left.discard(name)
             if not left:
                 break
         if left:

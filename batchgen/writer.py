@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ class PartWriter:
             self._container: Container = container(self._path, shard, model)
         self._num_added = 0
         self._num_settled = 0
+        self._write_s = 0.0
         self._ready: dict[int, Member | Failure | None] = {}
         self._images: list[Written] = []
         self._failures: list[Failure] = []
@@ -87,6 +89,7 @@ class PartWriter:
 
     def _encode(self, place: int, image: Image) -> None:
         outcome: Member | Failure | None = None
+        started = time.monotonic()
         try:
             if self._error is None:
                 outcome = self._member(image)
@@ -94,7 +97,7 @@ class PartWriter:
             outcome = Failure(image.row, type(error).__name__, str(error), image.retries)
         except BaseException as error:
             self._error = error
-        self._settle(place, outcome)
+        self._settle(place, outcome, time.monotonic() - started)
 
     def _member(self, image: Image) -> Member:
         row = image.row
@@ -107,8 +110,9 @@ class PartWriter:
             self._container.stage(member)
         return member
 
-    def _settle(self, place: int, outcome: Member | Failure | None) -> None:
+    def _settle(self, place: int, outcome: Member | Failure | None, seconds: float) -> None:
         with self._progress:
+            self._write_s += seconds
             self._ready[place] = outcome
             while self._num_settled in self._ready:
                 self._append(self._ready.pop(self._num_settled))
@@ -136,7 +140,7 @@ class PartWriter:
             raise self._error
 
     def _part(self, path: Path | None, num_bytes: int, sha256: str) -> Part:
-        return Part(path, num_bytes, sha256, tuple(self._images), tuple(self._failures))
+        return Part(path, num_bytes, sha256, tuple(self._images), tuple(self._failures), self._write_s)
 
 
 def describe(image: Image, data: bytes, file_name: str, image_format: str) -> Written:

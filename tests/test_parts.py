@@ -117,3 +117,12 @@ def test_what_is_no_file_is_no_part(tmp_path: Path, suffix: str, kind: str, read
     make_other(path, kind)
     with pytest.raises(BatchgenError, match="it is no file"):
         read(path)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_some_images_are_read_and_no_others(tmp_path: Path, format_name: str) -> None:
+    part = write_part(tmp_path, output_of(format=format_name), seven(), shard_of_seven())
+    assert part.path is not None
+    every = dict(part_reader(part.path))
+    for names in ({"row-2.png"}, {"row-6.png", "row-0.png"}, {"another.png"}, set()):
+        assert dict(part_reader(part.path, names)) == {name: every[name] for name in names & every.keys()}

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from batchgen import codec
 from batchgen.sheet import contact_sheet
@@ -108,3 +108,80 @@ def test_a_run_without_a_picture(tmp_path: Path) -> None:
     ended = runs.batchgen("sheet", out)
     assert ended.code == 2
     assert "has no picture to show" in ended.err
+
+
+def selected(out: Path, *args: object) -> list[str]:
+    """The prompts of the pictures on a sheet, in order."""
+    target = out / "some.png"
+    ended = runs.batchgen("sheet", out, "-o", target, *args)
+    assert ended.code == 0, ended.err
+    chosen = [line for line in runs.metadata(out) if holds(target, codec.decode(runs.images(out)[line["file_name"]]))]
+    assert ended.out == f"{len(chosen)} picture{'' if len(chosen) == 1 else 's'} in {target}\n"
+    return [line["id"] for line in chosen]
+
+
+def holds(sheet: Path, picture: np.ndarray) -> bool:
+    """Whether a picture of 64x64, enlarged as on a sheet, is somewhere on it."""
+    with Image.open(sheet) as image:
+        pixels = np.asarray(image)
+    large = ImageOps.contain(Image.fromarray(picture), (160, 160), Image.Resampling.BICUBIC)
+    cell = np.asarray(large)
+    tops = np.argwhere((pixels[:, 8::168] == cell[0, 0]).all(-1))
+    return any(np.array_equal(pixels[y : y + 160, 8 + 168 * x :][:, :160], cell) for y, x in tops)
+
+
+def test_a_selection(tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": f"r{n}",
+            "prompt": f"a {'red Fox' if n % 3 == 0 else 'boat = <'} {n}",
+            "steps": 5 + n,
+            "seed": 2**64 - 1 - n,
+        }
+        for n in range(12)
+    ]
+    schema = pa.schema([("id", pa.string()), ("prompt", pa.string()), ("steps", pa.int64()), ("seed", pa.uint64())])
+    out = tmp_path / "out"
+    assert runs.run(runs.manifest(tmp_path / "m.parquet", rows, schema), out).code == 0
+    assert selected(out, "--where", "prompt~FOX") == ["r0", "r3", "r6", "r9"]
+    assert selected(out, "--where", "prompt~fox", "--where", "steps > 10") == ["r6", "r9"]
+    assert selected(out, "--where", "steps<=6") == ["r0", "r1"]
+    assert selected(out, "--where", "steps != 5", "--rows", 2) == ["r1", "r2"]
+    assert selected(out, "--where", "prompt=a boat = < 4") == ["r4"]
+    assert selected(out, "--where", f"seed={2**64 - 3}") == ["r2"]
+    assert selected(out, "--where", "guidance_scale>=7.5", "--where", "is_flat=false", "--rows", 3) == [
+        "r0",
+        "r1",
+        "r2",
+    ]
+    assert selected(out, "--id", "r7", "--id", "r2") == ["r2", "r7"]
+    assert selected(out, "--id", "r7", "--id", "r2", "--where", "steps=12") == ["r7"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "said"),
+    [
+        ("step>=30", "there is no column 'step'; did you mean 'steps'?"),
+        ("steps", "is no condition: it takes a column, one of = != < <= > >= ~, and a value"),
+        ("steps>=many", "'many' is no value of the column 'steps', whose type is int32"),
+        ("steps>1000", "no picture to show: none of its images is selected"),
+        ("list=1", "'1' is no value of the column 'list'"),
+    ],
+)
+def test_what_selects_nothing_is_said(tmp_path: Path, condition: str, said: str) -> None:
+    source = runs.manifest(tmp_path / "m.parquet", [{"prompt": "a fox", "list": [1, 2]}])
+    assert runs.run(source, tmp_path / "out").code == 0
+    ended = runs.batchgen("sheet", tmp_path / "out", "--where", condition)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_title_stands_above_the_pictures() -> None:
+    plain_sheet, titled = (contact_sheet([(plain(0), "a prompt")], title) for title in ("", "Foxes\nof a <b>night</b>"))
+    assert titled.width == plain_sheet.width
+    added = titled.height - plain_sheet.height
+    assert added > 20
+    assert np.array_equal(np.asarray(titled)[added + 8 :], np.asarray(plain_sheet)[8:])
+    assert (np.asarray(titled)[: added + 8] < 128).any()
+    long = contact_sheet([(plain(0), "a prompt")], "title " * 2000)
+    assert (np.asarray(long)[: added + 8, -8:] == 255).all()

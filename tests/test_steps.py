@@ -4,6 +4,7 @@ fallback are the same."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -258,3 +259,19 @@ def test_a_decode_that_does_not_fit_frees_the_graphs_and_then_halves_its_chunk(
     for one, wanted in zip(made, eager.make(rows), strict=True):
         assert np.abs(one.pixels.astype(int) - wanted.pixels.astype(int)).max() <= 1
     assert sum("at once does not fit" in line for line in graph.said) == 2
+
+
+def test_what_batches_took_is_told(eager: Run, graph: Run) -> None:
+    before, started = eager.engine.spent(), time.perf_counter()
+    eager.engine.prepare([tiny.batch(mixed("ddim"), eager.engine.facts)], tiny.never)
+    eager.make(mixed("ddim"))
+    spent, seconds = eager.engine.spent().since(before), time.perf_counter() - started
+    assert set(spent.stage_s) == {"text", "denoise", "decode"}
+    assert min(spent.stage_s.values()) > 0
+    assert sum(spent.stage_s.values()) <= seconds
+    assert (spent.captures, spent.peak_bytes, spent.device_bytes) == ((), 0, 0)
+    graph.make(mixed("euler"))
+    told = graph.engine.spent().captures
+    assert [one.bucket for one in told] == [str(one.bucket) for one in graph.engine.steps.captures]
+    assert {one.mode for one in told} == {"graph"}
+    assert all(one.seconds > 0 for one in told)

@@ -29,7 +29,7 @@ from batchgen.making import Maker
 from batchgen.models.pattern import paint
 from batchgen.owners import end, this_process
 from batchgen.plan_reader import PlanReader, batches
-from batchgen.records import Batch, Failure, Image, Outcome, Row
+from batchgen.records import Batch, Failure, Image, Outcome, Row, Spent
 from batchgen.stopping import Stop
 from batchgen.worker import Worker
 from tests.plans import Frozen, folder, frozen, pattern_job
@@ -50,6 +50,9 @@ class Scripted:
 
     def measurements(self) -> Sequence[Measurement]:
         return ()
+
+    def spent(self) -> Spent:
+        return Spent({"batches": float(len(self.asked))})
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         self.asked.append((batch.size, [row.id for row in batch.rows]))
@@ -145,6 +148,16 @@ EIGHT = ("plan.batch_sizes=[8]",)
 
 
 # What is made
+
+
+def test_receipts_tell_what_was_spent_each_time_once(tmp_path: Path) -> None:
+    one = bench(tmp_path, 40, *EIGHT, "run.commit_every_s=1e-9")
+    one.work(Scripted())
+    receipts = [receipt for state in one.plan.ledger().states(one.plan.index.shards) for receipt in state.committed]
+    assert len(receipts) > 3
+    assert sum(receipt.spent.stage_s["batches"] for receipt in receipts) == 5
+    assert all(receipt.spent.stage_s["write"] > 0 for receipt in receipts)
+    assert all(0 < receipt.started_s <= receipt.ended_s for receipt in receipts)
 
 
 def test_batches_are_made_as_planned_and_each_shard_is_one_commit(tmp_path: Path) -> None:

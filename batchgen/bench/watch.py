@@ -12,7 +12,7 @@ import torch
 from batchgen.cost import Measurement
 from batchgen.engine.engine import Engine
 from batchgen.generator import Pending
-from batchgen.records import Batch, Bucket, Image, Outcome
+from batchgen.records import Batch, Bucket, Image, Outcome, Spent
 
 
 class Watched:
@@ -72,6 +72,9 @@ class Watched:
             return found
 
         return outcomes
+
+    def spent(self) -> Spent:
+        return self.engine.spent()
 
     def measurements(self) -> Sequence[Measurement]:
         """As Generator.measurements, where they are to be kept for later plans."""

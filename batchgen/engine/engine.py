@@ -32,7 +32,7 @@ from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark
-from batchgen.records import Batch, Bucket, Failure, Group, Image, Outcome, Pixels, Row
+from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
 from batchgen.version import VERSION
 from batchgen.wording import first_line
 
@@ -107,7 +107,7 @@ class Engine:
         def outcomes() -> list[Outcome]:
             with self._errors_named(), torch.inference_mode():
                 decoded = self._checked(decoding())
-                stage_s = self._meter.count(watch, len(batch.rows))
+                stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
                 evaluations = [self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows]
                 self._meter.measure(
@@ -123,6 +123,14 @@ class Engine:
     def measurements(self) -> Sequence[Measurement]:
         """As Generator.measurements; nothing on a CPU."""
         return self._meter.measurements
+
+    def spent(self) -> Spent:
+        """As Generator.spent."""
+        captures = [
+            Captured(str(one.bucket), one.mode, one.seconds, one.compile_s, max(0, one.after_bytes - one.before_bytes))
+            for one in self.steps.captures
+        ]
+        return Spent(dict(self.stage_s), tuple(captures), self._meter.peak_bytes, device_bytes(self.device) or 0)
 
     @property
     def stage_s(self) -> Mapping[str, float]:

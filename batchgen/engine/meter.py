@@ -40,6 +40,8 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.stage_s: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         """Device seconds, of batches whose outcomes were asked for."""
+        self.peak_bytes = 0
+        """The most memory of any of them, graphs included."""
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._weights_bytes = torch.cuda.memory_allocated(device) if self._is_cuda else 0
@@ -66,8 +68,11 @@ class Meter:
         watch.pass_stage()
         return watch
 
-    def count(self, watch: Watch, num_rows: int) -> list[float]:
-        """Add the stages of a batch that the device has passed. Their seconds, with its share of the shard's texts."""
+    def count(self, watch: Watch, num_rows: int, held_bytes: int) -> list[float]:
+        """Add the stages of a batch that the device has passed, while graphs held so much. Their seconds, with its
+        share of the shard's texts."""
+        if self._is_cuda:
+            self.peak_bytes = max(self.peak_bytes, watch.peak_bytes + held_bytes)
         stage_s = [end.seconds_since(start) for start, end in pairwise(watch.marks)]
         if self._encoding is not None:
             start, end, num_texts = self._encoding

@@ -26,7 +26,7 @@ from batchgen import job
 from batchgen.cost import Measurement
 from batchgen.errors import RowError
 from batchgen.generator import Dropped, Pending
-from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
+from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 MIN_SIZE = 64
 MAX_SIZE = 65535
@@ -64,6 +64,7 @@ class PatternGenerator:
     def __init__(self, model: job.Model) -> None:
         self._obeys_faults = model.variant == "faults"
         self._raised: set[tuple[str, int]] = set()
+        self._paint_s = 0.0
 
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Nothing is shared between rows."""
@@ -77,6 +78,10 @@ class PatternGenerator:
         """None: no GPU has a part in it."""
         return ()
 
+    def spent(self) -> Spent:
+        """One stage, "paint"."""
+        return Spent({"paint": self._paint_s})
+
     def _paint(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
         started = time.monotonic()
         failures = {row: self._obey(row, should_drop) for row in batch.rows}
@@ -84,6 +89,7 @@ class PatternGenerator:
             _stop_if(should_drop)
         pictures = {row: paint(row) for row in batch.rows if failures[row] is None}
         seconds = (time.monotonic() - started) / len(batch.rows)
+        self._paint_s += time.monotonic() - started
         return [
             failures[row] or Image(row, pictures[row], batch.size, "pattern", None, None, seconds) for row in batch.rows
         ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.Event | None = None
+        self._clock_s = time.perf_counter()
         if device.type == "cuda":
             self._event = torch.Event(device, enable_timing=True, blocking=True)
             self._event.record()
@@ -36,7 +39,7 @@ class Mark:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Device time between two marks that it has passed; 0 on the CPU, where nothing is queued."""
+        """Device time between two marks that it has passed; on the CPU, where nothing is queued, the host's."""
         if self._event is None or earlier._event is None:
-            return 0.0
+            return self._clock_s - earlier._clock_s
         return float(earlier._event.elapsed_time(self._event)) / 1000

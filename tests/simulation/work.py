@@ -17,7 +17,7 @@ from batchgen.ledger import Receipt
 from batchgen.mending import content_of
 from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, Replaced
 from batchgen.plans import Base
-from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Written
+from batchgen.records import Batch, Failure, Group, Image, Outcome, Part, Row, Spent, Written
 from tests.simulation.files import digest, my_files
 from tests.simulation.world import World
 
@@ -218,6 +218,9 @@ class SimulatedGenerator:
 
     def measurements(self) -> list[Any]:
         return []
+
+    def spent(self) -> Spent:
+        return Spent()
 
 
 def read_table(book: Any, receipt: Receipt, columns: Any = None) -> RowTable:

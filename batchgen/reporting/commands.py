@@ -1,0 +1,66 @@
+"""The commands that show a run's pictures: `report` and `sheet`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from batchgen.wording import counted
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="HTML [default: DIRECTORY/report.html]."
+)
+@click.option(
+    "--images", type=click.IntRange(0, 2000), default=240, show_default=True, help="So many pictures at most."
+)
+def report(directory: Path, out: Path | None, images: int) -> None:
+    """Write an HTML page of the run in DIRECTORY, with pictures.
+
+    One file that opens in any browser, without a network; of a run that is not finished, too.
+
+    \b
+    Example: batchgen report prompts-out
+    """
+    from batchgen.reporting.writing import write_report
+    from batchgen.rundir import RunDirectory
+
+    target = out or directory / "report.html"
+    shown = write_report(RunDirectory(directory), target, images)
+    click.echo(f"a report with {counted(shown, 'picture')} in {target}")
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png]."
+)
+@click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
+@click.option(
+    "--where",
+    multiple=True,
+    metavar="CONDITION",
+    help="Of images that meet it, such as width=512, steps>=30, prompt~fox; all, if given several times.",
+)
+@click.option("--id", "ids", multiple=True, metavar="ID", help="Of this row; of any, if given several times.")
+@click.option("--title", default="", metavar="TEXT", help="Over the pictures.")
+def sheet(
+    directory: Path, out: Path | None, rows: int, where: tuple[str, ...], ids: tuple[str, ...], title: str
+) -> None:
+    """Write a contact sheet of pictures in DIRECTORY.
+
+    CONDITION is a column of metadata.parquet, one of = != < <= > >= ~, and a value; ~ means that it contains the text.
+
+    \b
+    Example: batchgen sheet prompts-out --where prompt~fox --title Foxes
+    """
+    from batchgen.rundir import RunDirectory
+    from batchgen.selection import selection
+    from batchgen.sheet import write_sheet
+
+    target = out or directory / "sheet.png"
+    shown = write_sheet(RunDirectory(directory), target, rows, selection(where, ids), title)
+    click.echo(f"{counted(shown, 'picture')} in {target}")
