@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,11 @@ def block(language: str) -> str:
     """The one block of a language."""
     (text,) = re.findall(rf"```{language}\n(.+?)```", README, re.DOTALL)
     return str(text)
+
+
+def figures(name: str) -> Any:
+    """What a bench wrote."""
+    return json.loads((runs.ROOT / "tests" / "figures" / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["run", "test"])
@@ -76,7 +82,7 @@ def test_every_path_that_is_named_exists() -> None:
 
 
 def test_reliability_is_what_the_figures_say() -> None:
-    soaked = json.loads((runs.ROOT / "tests/figures/soak.json").read_text())
+    soaked = figures("soak")
     record = json.loads((runs.ROOT / "tests/simulation/searches.json").read_text())
     by_signal = {name: sum(places.values()) for name, places in soaked["kills_by_signal"].items()}
     at_steps = sum(places["step"] for places in soaked["kills_by_signal"].values())
@@ -96,12 +102,12 @@ def test_reliability_is_what_the_figures_say() -> None:
 
 def test_speed_is_what_the_figures_say() -> None:
     names = ("sd15", "sdxl")
-    both = [json.loads((runs.ROOT / f"tests/figures/images-{name}.json").read_text()) for name in names]
+    both = [figures(f"images-{name}") for name in names]
     ours = [one["batchgen"] for one in both]
     peers = [{peer["name"]: peer for peer in one["baselines"]} for one in both]
     idle, used = [one["idle"]["idle_share"] for one in both], [one["compute"]["utilisation"] for one in both]
-    assert [(one["images"], one["failed"]) for one in ours] == [(1000, 0), (200, 0)]
-    assert [one["modes"] for one in ours] == [{"compiled+graph": 1000}, {"compiled+graph": 200}]
+    assert [(one["images"], one["failed"]) for one in ours] == [(1000, 0), (160, 0)]
+    assert [one["modes"] for one in ours] == [{"compiled+graph": 1000}, {"compiled+graph": 160}]
     assert {peer["batch_size"] for one in peers for name, peer in one.items() if name != "loop"} == {32}
     assert [one["best"]["calls"] for one in peers] == [one["compiled"]["calls"] for one in peers] == [6, 1]
     for row in (
@@ -118,8 +124,27 @@ def test_speed_is_what_the_figures_say() -> None:
     assert f"does {100 * used[0]:.0f} % and {100 * used[1]:.0f} % of what it does in a large matrix product" in text
 
 
+def test_speed_of_other_work_is_what_the_figures_say() -> None:
+    one, mixed = (figures(f"images-sd15-{name}") for name in ("one", "mixed"))
+    peers = {peer["name"]: peer["images_per_s"] for found in (one, mixed) for peer in found["baselines"]}
+    for found, peer in ((one, "loop"), (mixed, "exact"), (mixed, "sized")):
+        ours = found["batchgen"]["steady_images_per_s"]
+        assert re.search(rf"\| {ours:.2f} \| {peers[peer]:.2f}[^|]* \| {ours / peers[peer]:.2f} times \|", README)
+    assert mixed["batchgen"]["padded_rows_share"] == 0
+    assert f"for {mixed['batchgen']['idle_row_steps_share']:.1%} of the steps".replace("%", " %") in README
+
+
+def test_speed_of_two_gpus_is_what_the_figures_say() -> None:
+    sd15, sdxl = (figures(f"workers-{name}") for name in ("sd15", "sdxl"))
+    assert (sd15["has_same_pixels"], sdxl["has_same_pixels"], sd15["loss"]["has_same_pixels"]) == (True, True, True)
+    assert sd15["loss"]["images"] == sd15["workload"]["rows"]
+    assert f"make {sd15['speedup']:.2f} times (SD1.5, 600 images" in README
+    assert f"and {sdxl['speedup']:.2f} times (SDXL, {sdxl['workload']['rows']} images" in README
+    assert f"by SIGKILL after {sd15['loss']['killed_after']} images" in " ".join(README.split())
+
+
 def test_a_long_run_is_as_flat_as_its_figures_say() -> None:
-    found = json.loads((runs.ROOT / "tests/figures/long.json").read_text())
+    found = figures("long")
     memory = found["most_own_bytes"] / found["own_bytes"] - 1
     first, last = found["first_rows_s"], found["last_rows_s"]
     assert found["rows"] == 200_000
