@@ -88,10 +88,10 @@ def test_turned_guidance_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lost_negative_prompt_would_show() -> None:
-    """Half of the captions that name no background were of white ones."""
-    rows = [{"prompt": "a cat", "width": 64, "height": 64, "seed": seed} for seed in range(16)]
+    """A cat on no particular background comes out on a white one, unless that is what is not wanted."""
+    rows = [{"prompt": "a cat", "width": 64, "height": 64, "seed": seed, "guidance_scale": 6.0} for seed in range(16)]
     with_negative = made([row | {"negative_prompt": NEGATIVE} for row in rows])
     without = made(rows)
     white = [sum(judge(one, CAT).background == "white" for one in some) for some in (with_negative, without)]
-    assert white[0] <= 1
-    assert white[1] >= 4
+    assert white[0] <= 2
+    assert white[1] >= 12
