@@ -17,7 +17,16 @@ from tests.slurm.fakes import Fakes
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
 WITH_TORCH = (
-    *("engine/", "models/demo/", "models/family.py", "models/latent.py", "models/sd.py", "models/sdxl.py"),
+    *(
+        "engine/",
+        "models/demo/",
+        "models/family.py",
+        "models/flow.py",
+        "models/flux.py",
+        "models/latent.py",
+        "models/loading.py",
+    ),
+    *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
     *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
@@ -35,9 +44,11 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
-    known plan_index glance selection reporting.sample reporting.spending
-    models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
+    models.flow_facts models.layouts models.hub models.family models.pattern models.folder identity ledger manifest
+    costs known plan_index glance
+    selection reporting.sample reporting.spending
+    models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
+    checks planner spill encoders formats parts card sources.cells
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
     modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans

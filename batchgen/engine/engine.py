@@ -20,14 +20,14 @@ from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.safety import Safety
-from batchgen.engine.samplers import Samplers
+from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import sd, sdxl
-from batchgen.models.facts import OWN_UPDATE
+from batchgen.models import flux, sd, sd3, sdxl
+from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
@@ -39,6 +39,8 @@ from batchgen.wording import first_line
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
     "StableDiffusionPipeline": sd.load,
     "StableDiffusionXLPipeline": sdxl.load,
+    "StableDiffusion3Pipeline": sd3.load,
+    "FluxPipeline": flux.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -50,7 +52,7 @@ class Engine:
         context = context or Context()
         self.device = find_device(job.engine.device)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
-        self.model = _load(job, self.device)
+        self.model = _load(job, self.facts, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._meter = Meter(self.device)
         self.versions: Mapping[str, str] = {
@@ -109,7 +111,7 @@ class Engine:
                 decoded = self._checked(decoding())
                 stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
-                evaluations = [self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows]
+                evaluations = [table.num_evaluations for table in self.tables(batch.rows)]
                 self._meter.measure(
                     Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
                 )
@@ -147,19 +149,25 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         return self.model.conditioning(rows, is_guided, self._prompts.encoded(self.model.texts(rows, is_guided)))
 
+    def tables(self, rows: Sequence[Row]) -> list[Table]:
+        """Each row's sampler at its step count and size."""
+        schedule = self.model.schedule
+        return [self.samplers.table(row.sampler, row.steps, schedule(row.width, row.height)) for row in rows]
+
     @torch.inference_mode()
     def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
         lanes take turns in them."""
         rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
         is_own = batch.group.form == OWN_UPDATE
-        tables = [] if is_own else [self.samplers.table(row.sampler, row.steps) for row in rows]
+        tables = [] if is_own else self.tables(rows)
         self._choose(bucket, rows[: batch.size], conditioning)
         self._enter(batch.group)
         with self._tuning.kernels():
             if is_own:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
-                scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device)
+                schedule = self.model.schedule(batch.group.width, batch.group.height)
+                scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device, schedule)
                 latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
             else:
                 mode = self._tuning.mode(bucket)
@@ -229,9 +237,10 @@ class Engine:
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""
-        prompts = count_tokens(self.model.tokenizer, [row.prompt for row in batch.rows])
+        tokenizer, room = self.model.tokenizer, self.facts.prompt_tokens
+        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], room)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(self.model.tokenizer, texts)
+        negatives = count_tokens(tokenizer, texts, room)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)
@@ -263,8 +272,8 @@ def _outcome(
     return Image(row, result, batch_size, mode, count.read, count.dropped, seconds)
 
 
-def _load(job: Job, device: torch.device) -> Family:
-    dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else "float16"))
+def _load(job: Job, facts: Facts, device: torch.device) -> Family:
+    dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else facts.half_dtype))
     vae_dtype = None if job.model.vae_dtype is None else _dtype(job.model.vae_dtype)
     with _quiet_libraries():
         folder = find_model(job.model, has_checker=job.engine.safety_checker)

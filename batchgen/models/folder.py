@@ -63,7 +63,12 @@ class ModelFolder:
     def components(self) -> Mapping[str, Component]:
         """By their subfolders' names."""
         layout = FAMILIES[self.family]
-        return {**layout.components, **layout.checker} if self.has_checker else layout.components
+        wanted = {**layout.components, **layout.checker} if self.has_checker else layout.components
+        return {name: one for name, one in wanted.items() if not (one.is_optional and self.lacks(name))}
+
+    def lacks(self, component: str) -> bool:
+        """Whether model_index.json says that a component is not there."""
+        return self.index.get(component) in (None, [None, None])
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
@@ -148,17 +153,18 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
     folder = find_model(model, has_checker=has_checker)
-    unet, vae, scheduler = (folder.config(component) for component in ("unet", "vae", "scheduler"))
-    found = FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
+    configs = {name: folder.config(name) for name in folder.components}
+    found = FAMILIES[folder.family].facts(configs, _text_length(folder))
     if model.path == "demo":
         return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
     return found
 
 
 def _text_length(folder: ModelFolder) -> int:
-    """Tokens that a prompt is padded and cut to. Raises UsageError where the tokenizers do not say or do not agree."""
+    """Tokens that CLIP encoders pad and cut a prompt to. Raises UsageError where the tokenizers do not say or do not
+    agree."""
     lengths: dict[str, int] = {}
-    for file in (f"{name}/{one.config}" for name, one in folder.components.items() if one.is_tokenizer):
+    for file in (f"{name}/{one.config}" for name, one in folder.components.items() if one.is_clip_tokenizer):
         length = read_json(folder.path / file).get("model_max_length")
         if not isinstance(length, int) or length > 10_000:
             raise UsageError(f"{folder.path}/{file} lacks model_max_length, usually 77")
@@ -190,7 +196,7 @@ def architecture(model: Model) -> str:
     configs = []
     if model.path != "pattern":
         folder = find_model(model)
-        configs = [folder.config(component) for component in ("unet", "vae")]
+        configs = [folder.config(component) for component in (FAMILIES[folder.family].network, "vae")]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

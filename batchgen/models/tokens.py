@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.job import Model
-from batchgen.models.folder import find_model
+from batchgen.models.folder import facts_of, find_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ def load_tokenizer(model: Model) -> Any | None:
     """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does."""
     if model.path == "pattern":
         return None
-    from transformers import CLIPTokenizer
+    import transformers
 
-    return CLIPTokenizer.from_pretrained(find_model(model).path / "tokenizer")
+    folder, name = find_model(model), facts_of(model).tokenizer
+    return getattr(transformers, folder.components[name].classes[0]).from_pretrained(folder.path / name)
 
 
-def count_tokens(tokenizer: Any, texts: Sequence[str]) -> list[TokenCount]:
-    """The count of each text."""
+def count_tokens(tokenizer: Any, texts: Sequence[str], room: int) -> list[TokenCount]:
+    """The count of each text, of which `room` tokens are read."""
     if not texts:
         return []
-    room = tokenizer.model_max_length - 2
     ids = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False).input_ids
     return [TokenCount(min(len(text), room), max(len(text) - room, 0)) for text in ids]

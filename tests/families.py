@@ -1,0 +1,188 @@
+"""Tiny random pipelines of every family, in real diffusers folders, and what diffusers' own pipeline makes of a row."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from batchgen.engine.engine import Engine
+from batchgen.models import demo
+from batchgen.records import Row
+from tests import tiny
+
+FLOW_SCHEDULER: dict[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+}
+SHIFTING_SCHEDULER: dict[str, Any] = FLOW_SCHEDULER | {
+    "use_dynamic_shifting": True,
+    "base_image_seq_len": 4,
+    "max_image_seq_len": 64,
+    "max_shift": 1.15,
+}
+FLOW_VAE: dict[str, Any] = demo.VAE | {
+    "latent_channels": 4,
+    "scaling_factor": 1.5,
+    "shift_factor": 0.06,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+CLIP: dict[str, Any] = demo.TEXT | {"projection_dim": 16}
+T5: dict[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+SD3: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "caption_projection_dim": 32,
+    "joint_attention_dim": T5["d_model"],
+    "pooled_projection_dim": CLIP["projection_dim"] + tiny.TEXT_2["projection_dim"],
+    "pos_embed_max_size": 16,
+}
+SD35: dict[str, Any] = SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": [0]}
+FLUX: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "pooled_projection_dim": CLIP["hidden_size"],
+    "guidance_embeds": True,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+def t5_tokenizer() -> Any:
+    """A T5 tokenizer of single characters."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
+    return transformers.T5Tokenizer(
+        vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=512, unk_id=2
+    )
+
+
+def t5() -> Any:
+    return transformers.T5EncoderModel(transformers.T5Config(**T5)).eval()
+
+
+def clip(config: Mapping[str, Any], *, projects: bool = True) -> Any:
+    cls = transformers.CLIPTextModelWithProjection if projects else transformers.CLIPTextModel
+    return cls(transformers.CLIPTextConfig(**config)).eval()
+
+
+def scheduler(config: Mapping[str, Any]) -> Any:
+    return getattr(diffusers, config["_class_name"]).from_config(dict(config))
+
+
+def sd3(transformer: Mapping[str, Any], schedule: Mapping[str, Any], *, has_t5: bool) -> Any:
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=diffusers.SD3Transformer2DModel(**transformer).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=clip(CLIP),
+        tokenizer=demo.tokenizer(),
+        text_encoder_2=clip(tiny.TEXT_2),
+        tokenizer_2=demo.tokenizer(),
+        text_encoder_3=t5() if has_t5 else None,
+        tokenizer_3=t5_tokenizer() if has_t5 else None,
+    )
+
+
+def flux(transformer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
+    return diffusers.FluxPipeline(
+        transformer=diffusers.FluxTransformer2DModel(**transformer).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=clip(CLIP, projects=False),
+        tokenizer=demo.tokenizer(),
+        text_encoder_2=t5(),
+        tokenizer_2=t5_tokenizer(),
+    )
+
+
+BUILT: Mapping[str, Callable[[], Any]] = {
+    "sd3": lambda: sd3(SD3, FLOW_SCHEDULER, has_t5=True),
+    "sd3.5": lambda: sd3(SD35, SHIFTING_SCHEDULER, has_t5=False),
+    "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
+    "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
+}
+"""Pipelines that a seed draws, by kind."""
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """A saved pipeline of a kind: one of BUILT, or of `tiny.folder`."""
+    if kind not in BUILT:
+        return tiny.folder(kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = BUILT[kind]()
+        _enliven(made)
+    place = tiny.place() / kind
+    made.save_pretrained(place)
+    return place
+
+
+def _enliven(pipeline: Any) -> None:
+    """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
+    for name, one in pipeline.transformer.named_parameters():
+        if one.ndim > 1 and ("norm" in name or "embed" in name):
+            torch.nn.init.normal_(one, std=0.2)
+
+
+@functools.cache
+def engine(kind: str, mode: str = "eager") -> Engine:
+    return Engine(tiny.job(folder(kind), f"engine.mode={mode}"))
+
+
+@functools.cache
+def pipeline(kind: str) -> Any:
+    return tiny.reference_pipeline(folder(kind))
+
+
+def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
+    """What diffusers' own pipeline makes of a row alone."""
+    pipe = pipeline(kind)
+    own = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
+    return pipe(
+        prompt=row.prompt,
+        negative_prompt=row.negative_prompt,
+        width=row.width,
+        height=row.height,
+        num_inference_steps=row.steps,
+        guidance_scale=row.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(row.seed),
+        output_type=output_type,
+        **own,
+    ).images[0]
+
+
+def latents(kind: str, row: Row) -> torch.Tensor:
+    """`reference` before the decoder, `[C, h, w]`."""
+    made: torch.Tensor = reference(kind, row, "latent")
+    if not isinstance(pipeline(kind), diffusers.FluxPipeline):
+        return made
+    unpacked: torch.Tensor = diffusers.FluxPipeline._unpack_latents(made[None], row.height, row.width, 8)
+    return unpacked[0]

@@ -1,0 +1,102 @@
+"""Every family against diffusers' own pipeline: one table, a row a family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchgen.records import Image, Row
+from tests import families, tiny
+
+PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍 é")
+NEGATIVES = (None, "", "blurry, ugly", "a word")
+SEEDS = (0, 2**32 + 7, 2**64 - 1, 12)
+STEPS = (2, 4, 3, 4)
+GUIDED = (1.5, 7.3, 4.0, 3.0)
+PLAIN = (1.0, 0.0, 1.0, 0.5)
+WIDE: Mapping[str, int] = {"width": 96, "height": 64}
+
+TABLE: Mapping[str, Mapping[str, Any]] = {
+    "sd1": {"sampler": "PNDMScheduler"},
+    "sdxl": {"sampler": "EulerDiscreteScheduler"},
+    "sd3": {"sampler": "euler"},
+    "sd3.5": {"sampler": "euler", **WIDE},
+    "flux": {"sampler": "euler", **WIDE},
+    "schnell": {"sampler": "euler", "guidance_scale": 0.0},
+}
+"""What the rows of a family's batch have in common."""
+
+
+def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
+    """Four rows that differ in everything that a batch may mix."""
+    known = families.engine(kind).facts
+    scales = GUIDED if is_guided else PLAIN
+    negatives = ("", *NEGATIVES[1:]) if known.needs_negative else NEGATIVES
+    return [
+        tiny.row(
+            i,
+            prompt=PROMPTS[i],
+            negative_prompt=negatives[i] if is_guided else None,
+            seed=SEEDS[i],
+            steps=STEPS[i],
+            **{"guidance_scale": 3.0 + i, known.guiding: scales[i], **TABLE[kind]},
+        )
+        for i in range(4)
+    ]
+
+
+def deviation(kind: str, rows: list[Row], mode: str = "eager") -> list[int]:
+    """The largest deviation of each row's pixels from diffusers', of 255."""
+    engine = families.engine(kind, mode)
+    outcomes = engine.submit(tiny.batch(rows, engine.facts), tiny.never)()
+    found = []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        assert isinstance(outcome, Image), outcome
+        wanted = np.asarray(families.reference(kind, row))
+        found.append(int(np.abs(outcome.pixels.astype(int) - wanted.astype(int)).max()))
+    return found
+
+
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "unguided"])
+@pytest.mark.parametrize("kind", TABLE)
+def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: bool) -> None:
+    rows, known = mixed(kind, is_guided=is_guided), families.engine(kind).facts
+    assert max(deviation(kind, rows)) <= 1
+    changes = {
+        "prompt": {"prompt": "another"},
+        "seed": {"seed": 5},
+        "steps": {"steps": 5},
+        "guidance": {known.guiding: 2.5} if is_guided else {},
+        "distilled": {"guidance_scale": 9.0} if known.has_true_cfg and known.takes_guidance_scale else {},
+        "negative": {"negative_prompt": "another"} if is_guided else {},
+    }
+    first = np.asarray(families.reference(kind, rows[0]), int)
+    for name, change in changes.items():
+        other = np.asarray(families.reference(kind, dataclasses.replace(rows[0], **change)), int)
+        assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("sd3", "graph"), ("sd3.5", "graph"), ("flux", "graph"), ("sd3", "compiled"), ("sd3", "regional+graph")],
+)
+def test_captured_and_compiled_steps(kind: str, mode: str) -> None:
+    engine, rows = families.engine(kind, mode), mixed(kind)
+    latents = tiny.denoise(engine, rows)
+    assert [capture.mode for capture in engine.steps.captures] == [mode]
+    for row, made in zip(rows, latents, strict=True):
+        assert tiny.difference(made, families.latents(kind, row)) < 1e-4
+
+
+def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
+    engine = families.engine("sd3.5")
+    small, large = (engine.tables([tiny.row(width=side, height=64, sampler="euler")])[0] for side in (64, 128))
+    assert not torch.equal(small.timesteps, large.timesteps)
+    fixed = families.engine("sd3")
+    small, large = (fixed.tables([tiny.row(width=side, height=64, sampler="euler")])[0] for side in (64, 128))
+    assert small is large
