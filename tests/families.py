@@ -77,9 +77,7 @@ FLUX: dict[str, Any] = {
 def t5_tokenizer() -> Any:
     """A T5 tokenizer of single characters."""
     pieces = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
-    return transformers.T5Tokenizer(
-        vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=512, unk_id=2
-    )
+    return transformers.T5Tokenizer(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=512)
 
 
 def t5() -> Any:

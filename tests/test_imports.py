@@ -28,7 +28,7 @@ WITH_TORCH = (
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
-    *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
+    *("bench/baselines.py", "bench/building.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
 )
 """The only places that may import torch, diffusers or transformers."""
@@ -69,8 +69,8 @@ LAYERS = [
     launched
     children
     launcher
-    bench.plan bench.long bench.killing bench.architectures bench.evaluations bench.traces bench.watch
-    bench.surroundings
+    bench.plan bench.long bench.architectures bench.building bench.evaluations bench.traces bench.watch
+    bench.surroundings bench.killing
     bench.ours bench.baselines bench.modes
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from batchgen.bench import ours
-from batchgen.bench.architectures import ensure_folder
 from batchgen.bench.baselines import Baseline, Diffusers
+from batchgen.bench.building import ensure_folder
 from batchgen.bench.evaluations import Evaluation, evaluation, matmul_flops_per_s, total_flops
 from batchgen.bench.figures import Say, ratio, save, share
 from batchgen.bench.surroundings import quieten, versions, workplace

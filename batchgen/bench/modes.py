@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchgen.bench.architectures import ARCHITECTURES, Architecture, ensure_folder
+from batchgen.bench.architectures import ARCHITECTURES, Architecture
+from batchgen.bench.building import ensure_folder
 from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_s
 from batchgen.bench.figures import Say, save
 from batchgen.bench.surroundings import quieten, versions, workplace
