@@ -154,7 +154,7 @@ class _Check:
         job, facts = self.rules.job.sampling, self.rules.facts
         prompt = self._text("prompt", None, is_required=True)
         guidance = self._scale("guidance_scale", facts.guidance_scale)
-        true_cfg = self._scale("true_cfg_scale", 1.0 if facts.has_true_cfg else np.nan)
+        true_cfg = self._scale("true_cfg_scale", np.nan if facts.true_cfg_scale is None else facts.true_cfg_scale)
         negative, is_guided = self._negative_prompt(true_cfg if facts.has_true_cfg else guidance)
         asked_width, width = self._size("width", job.width or facts.width)
         asked_height, height = self._size("height", job.height or facts.height)
@@ -213,11 +213,14 @@ class _Check:
         self._refuse("negative_prompt", ~is_guided & is_text, self.rules.no_effect)
         if default is not None:
             column = pc.if_else(pa.array(is_guided), column.fill_null(default), column)
-        if facts.needs_negative:
-            is_alone = is_guided & np.isfinite(scale) & ~is_given(column)
-            rule = 'has no effect without a negative_prompt, of which "" is one: give the row one, or a scale of 1'
-            self._refuse(facts.guiding, is_alone, rule, str(self.rules.job.sampling.true_cfg_scale))
-        return column, is_guided
+        if not facts.needs_negative:
+            return column, is_guided
+        asked = self.rules.job.sampling.true_cfg_scale
+        is_asked = is_given(self.columns[facts.guiding]) if facts.guiding in self.columns else np.zeros(self.num, bool)
+        is_alone = is_guided & np.isfinite(scale) & ~is_given(column) & (is_asked | (asked is not None))
+        rule = 'has no effect without a negative_prompt, of which "" is one: give the row one, or a scale of 1'
+        self._refuse(facts.guiding, is_alone, rule, str(asked))
+        return column, is_guided & is_given(column)
 
     def _scale(self, column: str, default: float) -> npt.NDArray[np.float64]:
         told = getattr(self.rules.job.sampling, column)

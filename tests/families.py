@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import diffusers
 import torch
 import transformers
 
-from batchgen.engine.engine import Engine
+from batchgen.engine.whole import open_model
 from batchgen.models import demo
 from batchgen.records import Row
 from tests import tiny
@@ -119,10 +120,58 @@ def flux(transformer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
     )
 
 
+PIXART: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 32,
+    "caption_channels": T5["d_model"],
+}
+CHROMA: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "axes_dims_rope": (4, 6, 6),
+    "approximator_num_channels": 8,
+    "approximator_hidden_dim": 32,
+    "approximator_layers": 1,
+}
+
+
+def pixart() -> Any:
+    return diffusers.PixArtSigmaPipeline(
+        transformer=diffusers.PixArtTransformer2DModel(**PIXART).eval(),
+        scheduler=scheduler(tiny.SD1_SCHEDULER | {"_class_name": "DPMSolverMultistepScheduler"}),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
+def chroma() -> Any:
+    return diffusers.ChromaPipeline(
+        transformer=diffusers.ChromaTransformer2DModel(**CHROMA).eval(),
+        scheduler=scheduler(FLOW_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
 BUILT: Mapping[str, Callable[[], Any]] = {
     "sd3": lambda: sd3(SD3, FLOW_SCHEDULER, has_t5=True),
     "sd3.5": lambda: sd3(SD35, SHIFTING_SCHEDULER, has_t5=False),
     "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
+    "pixart": pixart,
+    "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
 }
 """Pipelines that a seed draws, by kind."""
@@ -150,8 +199,9 @@ def _enliven(pipeline: Any) -> None:
 
 
 @functools.cache
-def engine(kind: str, mode: str = "eager") -> Engine:
-    return Engine(tiny.job(folder(kind), f"engine.mode={mode}"))
+def engine(kind: str, mode: str = "eager") -> Any:
+    """What makes the rows of a kind: an Engine, or a WholePipeline."""
+    return open_model(tiny.job(folder(kind), f"engine.mode={mode}"), None)
 
 
 @functools.cache
@@ -162,11 +212,15 @@ def pipeline(kind: str) -> Any:
 def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
     """What diffusers' own pipeline makes of a row alone."""
     pipe = pipeline(kind)
-    own = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    own: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    # Its state is of the row before.
     pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
+    if "use_resolution_binning" in inspect.signature(pipe.__call__).parameters:
+        own["use_resolution_binning"] = False
+    if row.negative_prompt is not None:
+        own["negative_prompt"] = row.negative_prompt
     return pipe(
         prompt=row.prompt,
-        negative_prompt=row.negative_prompt,
         width=row.width,
         height=row.height,
         num_inference_steps=row.steps,

@@ -28,6 +28,8 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "sd3.5": {"sampler": "euler", **WIDE},
     "flux": {"sampler": "euler", **WIDE},
     "schnell": {"sampler": "euler", "guidance_scale": 0.0},
+    "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
+    "chroma": {"sampler": "FlowMatchEulerDiscreteScheduler"},
 }
 """What the rows of a family's batch have in common."""
 

@@ -44,8 +44,8 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.flow_facts models.layouts models.hub models.family models.pattern models.folder identity ledger manifest
-    costs known plan_index glance
+    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
+    models.folder identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     checks planner spill encoders formats parts card sources.cells
@@ -53,7 +53,7 @@ LAYERS = [
     modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
-    engine.engine balance differences progress stopping importer
+    engine.devices engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
     mending appending sweeping
@@ -83,7 +83,7 @@ LAYERS = [
 UNLAYERED = {"", "bench", "models", "engine", "reporting", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
-LATE = {"generator": {"models.pattern", "engine.engine"}}
+LATE = {"generator": {"models.pattern", "engine.whole"}}
 """What opens a model imports it by name when it is asked for."""
 
 

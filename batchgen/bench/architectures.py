@@ -75,7 +75,8 @@ _SMALL_T5: Mapping[str, Any] = {
 }
 """As wide as T5-XXL, and of one layer."""
 _FLOW: Mapping[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
-_SHIFTED_FLOW: Mapping[str, Any] = _FLOW | {
+_SHIFTED_FLOW: Mapping[str, Any] = {
+    **_FLOW,
     "use_dynamic_shifting": True,
     "base_shift": 0.5,
     "max_shift": 1.15,
@@ -84,7 +85,7 @@ _SHIFTED_FLOW: Mapping[str, Any] = _FLOW | {
 }
 _TINY_FLOW_VAE: Mapping[str, Any] = {**demo.VAE, "latent_channels": 16, "scaling_factor": 1.5, "shift_factor": 0.1}
 _TINY_CLIP: Mapping[str, Any] = demo.TEXT | {"projection_dim": 32}
-_TINY_T5: Mapping[str, Any] = _SMALL_T5 | {"d_model": 64, "d_ff": 64, "num_heads": 2, "d_kv": 16}
+_TINY_T5: Mapping[str, Any] = {**_SMALL_T5, "d_model": 64, "d_ff": 64, "num_heads": 2, "d_kv": 16}
 
 
 @dataclass(frozen=True, slots=True)

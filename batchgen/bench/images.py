@@ -21,7 +21,8 @@ from batchgen.cores import usable_cores
 from batchgen.cost import save_profile
 from batchgen.encoders import num_encoder_threads
 from batchgen.engine.compiling import KERNELS, Compiler
-from batchgen.engine.engine import Engine, device_name, find_device
+from batchgen.engine.devices import device_name, find_device
+from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 

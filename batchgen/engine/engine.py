@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
-import diffusers
 import torch
-import transformers
 from torch import Tensor
 
 from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
+from batchgen.engine.devices import dtype_of, errors_named, find_device, quiet_libraries, versions_of
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
@@ -23,8 +20,7 @@ from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
-from batchgen.errors import UsageError
-from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
+from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
 from batchgen.models import flux, sd, sd3, sdxl
 from batchgen.models.facts import OWN_UPDATE, Facts
@@ -33,8 +29,6 @@ from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
-from batchgen.version import VERSION
-from batchgen.wording import first_line
 
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
     "StableDiffusionPipeline": sd.load,
@@ -55,14 +49,7 @@ class Engine:
         self.model = _load(job, self.facts, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._meter = Meter(self.device)
-        self.versions: Mapping[str, str] = {
-            "batchgen": VERSION,
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "transformers": transformers.__version__,
-            "device": device_name(self.device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-        }
+        self.versions: Mapping[str, str] = versions_of(self.device, self.model.dtype)
         self._compiler = Compiler(self.model)
         self._pool = GraphPool(self.device)
         self.steps = Steps(self.model, self._compiler, self._pool, context)
@@ -76,19 +63,19 @@ class Engine:
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Encode the texts of a shard. As Generator.prepare."""
         texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
-        with self._errors_named(), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
+        with errors_named(self.versions["device"]), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
             self._prompts.prepare(texts, should_drop)
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         """Queue a batch on the device. A row that is no picture fails alone. As Generator.submit; DeviceLost is any
         CUDA error but lack of memory, after which the context is unusable."""
         try:
-            with self._errors_named():
+            with errors_named(self.versions["device"]):
                 return self._submit(batch, should_drop)
         except OutOfMemory:
             if not self.free():
                 raise
-        with self._errors_named():
+        with errors_named(self.versions["device"]):
             return self._submit(batch, should_drop)
 
     @torch.inference_mode()
@@ -107,7 +94,7 @@ class Engine:
         held_bytes = self.steps.held_bytes + self._decoder.held_bytes
 
         def outcomes() -> list[Outcome]:
-            with self._errors_named(), torch.inference_mode():
+            with errors_named(self.versions["device"]), torch.inference_mode():
                 decoded = self._checked(decoding())
                 stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
@@ -246,18 +233,6 @@ class Engine:
             for prompt, negative in zip(prompts, negatives, strict=True)
         ]
 
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(first_line(error)) from error
-        except torch.AcceleratorError as error:
-            raise DeviceLost(
-                f"{self.versions['device']} reports: {first_line(error)}. Everything committed is kept; "
-                "run the same command again"
-            ) from error
-
 
 def _padded(batch: Batch) -> tuple[Row, ...]:
     """A row for each lane at least: padding repeats the last one."""
@@ -273,50 +248,8 @@ def _outcome(
 
 
 def _load(job: Job, facts: Facts, device: torch.device) -> Family:
-    dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else facts.half_dtype))
-    vae_dtype = None if job.model.vae_dtype is None else _dtype(job.model.vae_dtype)
-    with _quiet_libraries():
+    dtype = dtype_of(job.model.dtype, facts, device)
+    vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
+    with quiet_libraries():
         folder = find_model(job.model, has_checker=job.engine.safety_checker)
         return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Errors only from diffusers and transformers, whose advice while loading is for people who write pipelines."""
-    loggers = (diffusers.utils.logging, transformers.utils.logging)
-    before = [logger.get_verbosity() for logger in loggers]
-    for logger in loggers:
-        logger.set_verbosity_error()
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.set_verbosity(level)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def find_device(name: str | None) -> torch.device:
-    """The named device, else the first GPU, else the CPU. Raises UsageError if it is not there."""
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        num_gpus = torch.cuda.device_count()
-        there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
-        reason = first_line(error)
-        raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
-    return device
-
-
-def device_name(device: torch.device) -> str:
-    """What the pixels' last bits depend on: the GPU's model, or the kind of processor and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"

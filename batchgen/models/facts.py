@@ -73,6 +73,10 @@ class Facts:
     """Steps that the training schedule has; more cannot be asked for."""
     note: str = ""
     """What a person should be told before using the model."""
+    true_cfg_scale: float | None = None
+    """The default of that column; None where the family has none."""
+    is_captured: bool = True
+    """Whether steps are run by the engine, compiled or captured; else by diffusers' own pipeline, row by row."""
     half_dtype: str = "float16"
     """What its network runs in on a GPU, where the job says nothing."""
     max_size: int | None = None
@@ -92,14 +96,17 @@ class Facts:
         return has_negative and self.is_guided(getattr(row, self.guiding))
 
     @property
-    def true_cfg_scale(self) -> float | None:
-        """The default of that column, which guides nothing; None where the family has none."""
-        return 1.0 if self.has_true_cfg else None
-
-    @property
     def has_true_cfg(self) -> bool:
         """Whether true_cfg_scale is a column of the family's."""
-        return self.guiding == "true_cfg_scale"
+        return self.true_cfg_scale is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that change an image."""
+        negative = ("negative_prompt",) if self.guided_above is not None else ()
+        guidance = ("guidance_scale",) if self.takes_guidance_scale else ()
+        true_cfg = ("true_cfg_scale",) if self.has_true_cfg else ()
+        return ("prompt", *negative, "width", "height", "steps", *guidance, *true_cfg, "sampler", "seed")
 
     def sampler_facts(self, name: str) -> SamplerFacts:
         """Facts of a sampler by name. Raises UsageError, with the nearest name, if there is none."""

@@ -60,6 +60,7 @@ def flux(configs: Mapping[str, Config], clip_length: int) -> Facts:
         text_length=FLUX_T5_LENGTH,
         samplers=_SAMPLERS,
         guiding="true_cfg_scale",
+        true_cfg_scale=1.0,
         needs_negative=True,
         takes_guidance_scale=is_distilled,
         half_dtype="bfloat16",

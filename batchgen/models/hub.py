@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
+from batchgen.models import generic
 from batchgen.models.layouts import FAMILIES
 from batchgen.wording import first_line
 
@@ -34,7 +36,7 @@ def cached(model: Model, *, has_checker: bool = False) -> Path:
 @functools.cache
 def _found(model: Model) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
-    return _snapshot(model, is_local=True)
+    return _snapshot(model)
 
 
 def fetch(model: Model, *, has_checker: bool = False) -> str:
@@ -43,7 +45,7 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
     reason = _refusal(model)
     if reason:
         try:
-            _snapshot(model, is_local=True)
+            _snapshot(model)
         except Exception:
             raise UsageError(
                 f"model {model.path!r} cannot be fetched, the hub gave: {reason}; check the name, the network and, for "
@@ -51,7 +53,10 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
             ) from None
         return f"the hub gave: {reason}; what its cache holds is left as it is"
     try:
-        _snapshot(model, is_local=False, has_checker=has_checker)
+        place = _snapshot(model, file_patterns(model.variant, has_checker=has_checker))
+        index = json.loads((place / "model_index.json").read_bytes())
+        if index.get("_class_name") not in FAMILIES:
+            _snapshot(model, generic.patterns(index, model.variant))
     except Exception as error:
         raise UsageError(
             f"model {model.path!r} could not be fetched as a whole: {first_line(error)}; the same command goes on"
@@ -72,12 +77,15 @@ def _settings(keys: dict[str, str]) -> Iterable[str]:
         yield from ("--set", f"{key}={value}")
 
 
-def _snapshot(model: Model, *, is_local: bool, has_checker: bool = False) -> Path:
+def _snapshot(model: Model, fetched: Iterable[str] = ()) -> Path:
+    """The model's folder in the cache, once the files of these patterns are there; of no patterns, what there is."""
     from huggingface_hub import snapshot_download
 
-    patterns = list(file_patterns(model.variant, has_checker=has_checker))
+    wanted = list(fetched)
     # By the revision's name, not its commit: the name is what the cache is asked for later.
-    place = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns, local_files_only=is_local)
+    place = snapshot_download(
+        model.path, revision=model.revision, allow_patterns=wanted or None, local_files_only=not wanted
+    )
     return Path(place)
 
 

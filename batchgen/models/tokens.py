@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models.folder import facts_of, find_model
 
@@ -19,12 +20,18 @@ class TokenCount:
 
 
 def load_tokenizer(model: Model) -> Any | None:
-    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does."""
+    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does, and for one
+    whose tokens cannot be counted."""
     if model.path == "pattern":
         return None
     import transformers
 
     folder, name = find_model(model), facts_of(model).tokenizer
+    if folder.is_generic:
+        raise UsageError(
+            f"how many tokens model {model.path!r} reads is known to its pipeline {folder.family} alone, so that none "
+            "can be counted; take --on-truncate warn"
+        )
     return getattr(transformers, folder.components[name].classes[0]).from_pretrained(folder.path / name)
 
 
