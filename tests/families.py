@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 
 from batchgen.engine.whole import open_model
 from batchgen.models import demo
@@ -166,11 +167,74 @@ def chroma() -> Any:
     )
 
 
+QWEN_TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+}
+QWEN_IMAGE: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": QWEN_TEXT["hidden_size"],
+    "axes_dims_rope": (8, 4, 4),
+}
+QWEN_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [0.1, 0.0, -0.1, 0.2],
+    "latents_std": [1.0, 1.5, 0.8, 1.2],
+}
+
+
+def qwen_tokenizer() -> Any:
+    """A Qwen tokenizer of single bytes."""
+    words = [*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return transformers.Qwen2Tokenizer(
+        vocab={word: number for number, word in enumerate(words)},
+        merges=[],
+        pad_token="<|endoftext|>",
+        model_max_length=2048,
+        additional_special_tokens=words[-2:],
+    )
+
+
+def qwen_image() -> Any:
+    config = transformers.Qwen2_5_VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION)
+    return diffusers.QwenImagePipeline(
+        transformer=diffusers.QwenImageTransformer2DModel(**QWEN_IMAGE).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKLQwenImage(**QWEN_VAE).eval(),
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=qwen_tokenizer(),
+    )
+
+
 BUILT: Mapping[str, Callable[[], Any]] = {
     "sd3": lambda: sd3(SD3, FLOW_SCHEDULER, has_t5=True),
     "sd3.5": lambda: sd3(SD35, SHIFTING_SCHEDULER, has_t5=False),
     "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
     "pixart": pixart,
+    "qwen": qwen_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
 }
@@ -194,7 +258,7 @@ def folder(kind: str) -> Path:
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
     for name, one in pipeline.transformer.named_parameters():
-        if one.ndim > 1 and ("norm" in name or "embed" in name):
+        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in")):
             torch.nn.init.normal_(one, std=0.2)
 
 
@@ -217,6 +281,8 @@ def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
     pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
     if "use_resolution_binning" in inspect.signature(pipe.__call__).parameters:
         own["use_resolution_binning"] = False
+    if kind != "qwen":
+        own["guidance_scale"] = row.guidance_scale
     if row.negative_prompt is not None:
         own["negative_prompt"] = row.negative_prompt
     return pipe(
@@ -224,7 +290,6 @@ def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
         width=row.width,
         height=row.height,
         num_inference_steps=row.steps,
-        guidance_scale=row.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(row.seed),
         output_type=output_type,
         **own,

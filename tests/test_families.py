@@ -29,7 +29,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "flux": {"sampler": "euler", **WIDE},
     "schnell": {"sampler": "euler", "guidance_scale": 0.0},
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
-    "chroma": {"sampler": "FlowMatchEulerDiscreteScheduler"},
+    "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
 }
 """What the rows of a family's batch have in common."""
 

@@ -88,14 +88,15 @@ def arguments(row: Row, facts: Facts) -> dict[str, Any]:
     """A row as diffusers' pipelines are told of it. A null negative prompt is what the pipeline itself takes where it
     is told none; sizes are never changed to one of a pipeline's bins."""
     is_told = facts.guided_above is not None and row.negative_prompt is not None
-    guided = {"negative_prompt": row.negative_prompt} if is_told else {}
+    guided: dict[str, Any] = {"negative_prompt": row.negative_prompt} if is_told else {}
+    if facts.takes_guidance_scale:
+        guided["guidance_scale"] = row.guidance_scale
     return {
         "prompt": row.prompt,
         **guided,
         "width": row.width,
         "height": row.height,
         "num_inference_steps": row.steps,
-        "guidance_scale": row.guidance_scale,
         "true_cfg_scale": row.true_cfg_scale,
         "generator": torch.Generator("cpu").manual_seed(row.seed),
         "use_resolution_binning": False,

@@ -66,7 +66,10 @@ def facts(pipeline: str, configs: Mapping[str, Config], network: str) -> Facts:
     sampler = str(scheduler.get("_class_name", "own"))
     side = configs.get(network, {}).get("sample_size")
     default = side * scale if isinstance(side, int) else _SIDE
-    has_true_cfg, takes_guidance = "true_cfg_scale" in taken, "guidance_scale" in taken
+    has_true_cfg = "true_cfg_scale" in taken
+    is_distilled = configs.get(network, {}).get("guidance_embeds", False)
+    # Beside true_cfg_scale, guidance_scale is an input of the network, if it has one.
+    takes_guidance = "guidance_scale" in taken and (is_distilled or not has_true_cfg)
     guides = "negative_prompt" in taken and (has_true_cfg or takes_guidance)
     return Facts(
         family="generic",
@@ -75,7 +78,7 @@ def facts(pipeline: str, configs: Mapping[str, Config], network: str) -> Facts:
         width=_number(taken["width"], default),
         height=_number(taken["height"], default),
         steps=_number(taken["num_inference_steps"], 50),
-        guidance_scale=float(taken.get("guidance_scale") or 0.0),
+        guidance_scale=float(taken.get("guidance_scale") or 0.0) if takes_guidance else 0.0,
         sampler=sampler,
         text_length=0,
         samplers={sampler: SamplerFacts(sampler, form=OWN_UPDATE)},
