@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "index no JSON": (lambda f: (f / "model_index.json").write_text("{"), "cannot be read"),
     "another family": (
         lambda f: edit(f / "model_index.json", _class_name="AudioPipeline"),
-        "'AudioPipeline'; known families: StableDiffusionPipeline",
+        "'AudioPipeline', which is no pipeline of the installed diffusers; known families: StableDiffusionPipeline",
     ),
     "custom code": (
         lambda f: edit(f / "model_index.json", unet=["my_unet", "MyUNet"]),

@@ -36,7 +36,7 @@ def cached(model: Model, *, has_checker: bool = False) -> Path:
 @functools.cache
 def _found(model: Model) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
-    return _snapshot(model)
+    return _snapshot(model, file_patterns(model.variant), is_local=True)
 
 
 def fetch(model: Model, *, has_checker: bool = False) -> str:
@@ -45,7 +45,7 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
     reason = _refusal(model)
     if reason:
         try:
-            _snapshot(model)
+            _snapshot(model, file_patterns(model.variant), is_local=True)
         except Exception:
             raise UsageError(
                 f"model {model.path!r} cannot be fetched, the hub gave: {reason}; check the name, the network and, for "
@@ -77,14 +77,13 @@ def _settings(keys: dict[str, str]) -> Iterable[str]:
         yield from ("--set", f"{key}={value}")
 
 
-def _snapshot(model: Model, fetched: Iterable[str] = ()) -> Path:
-    """The model's folder in the cache, once the files of these patterns are there; of no patterns, what there is."""
+def _snapshot(model: Model, patterns: Iterable[str], *, is_local: bool = False) -> Path:
+    """The model's folder in the cache, once it holds the files of these patterns."""
     from huggingface_hub import snapshot_download
 
-    wanted = list(fetched)
     # By the revision's name, not its commit: the name is what the cache is asked for later.
     place = snapshot_download(
-        model.path, revision=model.revision, allow_patterns=wanted or None, local_files_only=not wanted
+        model.path, revision=model.revision, allow_patterns=list(patterns), local_files_only=is_local
     )
     return Path(place)
 
