@@ -97,7 +97,7 @@ class Rules:
             value = getattr(self.job.sampling, name)
             if value is not None and value > most:
                 raise UsageError(f"sampling.{name} = {value} must be a whole number from 1 to {most}")
-        if self.facts.guided_above is None and self.job.sampling.negative_prompt:
+        if (self.facts.guided_above is None or not self.facts.takes_negative) and self.job.sampling.negative_prompt:
             raise UsageError(f"sampling.negative_prompt {self.no_effect}; leave it out")
         for name, is_taken in self.scales.items():
             if not is_taken and getattr(self.job.sampling, name):
@@ -118,6 +118,8 @@ class Rules:
     def no_effect(self) -> str:
         """Why a negative prompt of a row that is not guided is refused."""
         above = self.facts.guided_above
+        if not self.facts.takes_negative:
+            return "has no effect: this model takes no negative prompt"
         if above is None:
             return "has no effect: this model is never guided"
         return f"has no effect at this row's {self.facts.guiding}: this model is guided above {above:g}"
@@ -210,7 +212,8 @@ class _Check:
         column = self._text("negative_prompt", None)
         is_guided = scale > (np.inf if facts.guided_above is None else facts.guided_above)
         is_text = pc.greater(pc.binary_length(column), 0).fill_null(False).to_numpy(zero_copy_only=False)
-        self._refuse("negative_prompt", ~is_guided & is_text, self.rules.no_effect)
+        is_idle = is_text if not facts.takes_negative else is_text & ~is_guided
+        self._refuse("negative_prompt", is_idle, self.rules.no_effect)
         if default is not None:
             column = pc.if_else(pa.array(is_guided), column.fill_null(default), column)
         if not facts.needs_negative:

@@ -229,10 +229,50 @@ def qwen_image() -> Any:
     )
 
 
+FLUX2: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 3 * QWEN_TEXT["hidden_size"],
+    "axes_dims_rope": (4, 4, 4, 4),
+    "guidance_embeds": False,
+}
+FLUX2_VAE: dict[str, Any] = {
+    **{name: value for name, value in FLOW_VAE.items() if name not in ("scaling_factor", "shift_factor")},
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+}
+CHAT = (
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def flux2(*, is_distilled: bool) -> Any:
+    text = {**QWEN_TEXT, "num_hidden_layers": 28, "head_dim": 8, "rope_parameters": None}
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHAT
+    vae = diffusers.AutoencoderKLFlux2(**FLUX2_VAE).eval()
+    vae.bn.running_mean.uniform_(-0.2, 0.2)
+    vae.bn.running_var.uniform_(0.5, 1.5)
+    return diffusers.Flux2KleinPipeline(
+        transformer=diffusers.Flux2Transformer2DModel(**FLUX2).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=vae,
+        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text)).eval(),
+        tokenizer=tokenizer,
+        is_distilled=is_distilled,
+    )
+
+
 BUILT: Mapping[str, Callable[[], Any]] = {
     "sd3": lambda: sd3(SD3, FLOW_SCHEDULER, has_t5=True),
     "sd3.5": lambda: sd3(SD35, SHIFTING_SCHEDULER, has_t5=False),
     "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
+    "klein": lambda: flux2(is_distilled=True),
+    "klein-base": lambda: flux2(is_distilled=False),
     "pixart": pixart,
     "qwen": qwen_image,
     "chroma": chroma,

@@ -270,6 +270,16 @@ class TestTrueGuidance:
             Rules(pattern_job("sampling.true_cfg_scale=4.0"), PATTERN)
 
 
+def test_a_model_that_takes_no_negative_prompt_refuses_one() -> None:
+    facts, rule = replace(PATTERN, takes_negative=False), "has no effect: this model takes no negative prompt"
+    columns = {"prompt": ["a"] * 2, "negative_prompt": ["blurry", None], "guidance_scale": [7.5, 7.5]}
+    checked = Rules(pattern_job(), facts).check(pa.RecordBatch.from_pydict(columns), 0)
+    assert checked.bad == [BadCell(0, "negative_prompt", "'blurry'", rule)]
+    assert checked.is_guided.tolist()[1]
+    with pytest.raises(UsageError, match=f"sampling.negative_prompt {rule}; leave it out"):
+        Rules(pattern_job("sampling.negative_prompt=blurry"), facts)
+
+
 def test_a_size_beyond_what_the_network_takes_is_refused() -> None:
     rules = Rules(pattern_job(), replace(PATTERN, max_size=128))
     checked = rules.check(pa.RecordBatch.from_pydict({"prompt": ["a"] * 2, "width": [128, 136]}), 0)

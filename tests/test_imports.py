@@ -23,6 +23,7 @@ WITH_TORCH = (
         "models/family.py",
         "models/flow.py",
         "models/flux.py",
+        "models/flux2.py",
         "models/latent.py",
         "models/loading.py",
     ),
@@ -48,7 +49,7 @@ LAYERS = [
     models.folder identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    checks planner spill encoders formats parts card sources.cells
+    models.flux2 checks planner spill encoders formats parts card sources.cells
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
     modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans

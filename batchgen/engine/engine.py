@@ -22,7 +22,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import flux, sd, sd3, sdxl
+from batchgen.models import flux, flux2, sd, sd3, sdxl
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "StableDiffusionXLPipeline": sdxl.load,
     "StableDiffusion3Pipeline": sd3.load,
     "FluxPipeline": flux.load,
+    "Flux2KleinPipeline": flux2.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -139,7 +140,7 @@ class Engine:
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count and size."""
         schedule = self.model.schedule
-        return [self.samplers.table(row.sampler, row.steps, schedule(row.width, row.height)) for row in rows]
+        return [self.samplers.table(row.sampler, row.steps, schedule(row.width, row.height, row.steps)) for row in rows]
 
     @torch.inference_mode()
     def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
@@ -153,7 +154,7 @@ class Engine:
         with self._tuning.kernels():
             if is_own:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
-                schedule = self.model.schedule(batch.group.width, batch.group.height)
+                schedule = self.model.schedule(batch.group.width, batch.group.height, batch.group.steps)
                 scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device, schedule)
                 latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
             else:

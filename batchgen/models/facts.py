@@ -66,6 +66,8 @@ class Facts:
     """The column whose scale weighs prompt against negative prompt: guidance_scale, or true_cfg_scale."""
     needs_negative: bool = False
     """Whether a row is guided only if it has a negative prompt, be it the empty one."""
+    takes_negative: bool = True
+    """Whether a guided row may say what weighs against its prompt."""
     takes_guidance_scale: bool = True
     """Whether guidance_scale has any effect."""
     needs_torch: bool = True
@@ -103,7 +105,7 @@ class Facts:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that change an image."""
-        negative = ("negative_prompt",) if self.guided_above is not None else ()
+        negative = ("negative_prompt",) if self.guided_above is not None and self.takes_negative else ()
         guidance = ("guidance_scale",) if self.takes_guidance_scale else ()
         true_cfg = ("true_cfg_scale",) if self.has_true_cfg else ()
         return ("prompt", *negative, "width", "height", "steps", *guidance, *true_cfg, "sampler", "seed")

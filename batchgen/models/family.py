@@ -106,8 +106,8 @@ class Family(Protocol):
     def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
         """The batch's conditioning from its texts' encodings."""
 
-    def schedule(self, width: int, height: int) -> Schedule:
-        """How the timesteps of images of a size in pixels are placed."""
+    def schedule(self, width: int, height: int, steps: int) -> Schedule:
+        """How the timesteps of images of a size in pixels are placed, of so many steps."""
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""

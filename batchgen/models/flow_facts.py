@@ -13,6 +13,9 @@ _EULER = SamplerFacts(SCHEDULERS[0], form="x,e")
 _SAMPLERS: Mapping[str, SamplerFacts] = {"euler": _EULER, SCHEDULERS[0]: _EULER}
 SD3_T5_LENGTH, FLUX_T5_LENGTH = 256, 512
 """Tokens of T5 that StableDiffusion3Pipeline and FluxPipeline take by default."""
+FLUX2_LENGTH = 512
+"""Tokens of Qwen3 that Flux2KleinPipeline takes by default; the next, those of the chat before the prompt."""
+_BEFORE_PROMPT = 3
 _FLUX_SIDE = 128
 """Latents along a side, where nobody says."""
 
@@ -67,6 +70,31 @@ def flux(configs: Mapping[str, Config], clip_length: int) -> Facts:
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         prompt_tokens=FLUX_T5_LENGTH - 1,
         tokenizer="tokenizer_2",
+    )
+
+
+def flux2_klein(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `stable_diffusion_3`, of a FLUX.2 klein folder."""
+    check_scheduler(configs["scheduler"])
+    scale = vae_scale(configs["vae"])
+    is_distilled = configs["model_index.json"].get("is_distilled", False)
+    return Facts(
+        family="flux2-klein",
+        size_multiple=2 * scale,
+        min_size=2 * scale,
+        width=_FLUX_SIDE * scale,
+        height=_FLUX_SIDE * scale,
+        steps=50,
+        guidance_scale=0.0 if is_distilled else 4.0,
+        sampler=SCHEDULERS[0],
+        text_length=FLUX2_LENGTH,
+        samplers=_SAMPLERS,
+        guided_above=None if is_distilled else 1.0,
+        takes_negative=False,
+        takes_guidance_scale=not is_distilled,
+        half_dtype="bfloat16",
+        max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
+        prompt_tokens=FLUX2_LENGTH - _BEFORE_PROMPT,
     )
 
 

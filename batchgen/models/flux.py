@@ -62,7 +62,7 @@ class Flux(FlowMatching):
             inputs["guidance"] = doubled(self._scales([row.guidance_scale for row in rows]), is_guided)
         return Conditioning(self._scales([row.true_cfg_scale or 1.0 for row in rows]), is_guided, inputs)
 
-    def schedule(self, width: int, height: int) -> Schedule:
+    def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
         side = self._pipeline.vae_scale_factor * _PATCH
         return Schedule(self._shift((height // side) * (width // side)), is_even=True)

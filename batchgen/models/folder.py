@@ -82,9 +82,10 @@ class ModelFolder:
 
     @property
     def configs(self) -> dict[str, dict[str, Any]]:
-        """All JSON configurations that there are, by component."""
+        """All JSON configurations that there are, by component, and model_index.json under its own name."""
         found = self.components.items()
-        return {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        return {"model_index.json": self.index, **own}
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
@@ -187,7 +188,7 @@ def _text_length(folder: ModelFolder) -> int:
     if len(set(lengths.values())) > 1:
         told = " and ".join(f"{length} in {file}" for file, length in lengths.items())
         raise UsageError(f"model folder {folder.path}: model_max_length is {told}; one length is needed, usually 77")
-    return lengths["tokenizer/tokenizer_config.json"]
+    return lengths.get("tokenizer/tokenizer_config.json", 0)
 
 
 def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
@@ -298,7 +299,14 @@ def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
 
 
 def _tokenizer_files(path: Path, component: str) -> list[str]:
-    names = ("tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+    names = (
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    )
     found = [name for name in names if (path / component / name).is_file()]
     if not {"tokenizer.json", "vocab.json"} & set(found):
         raise UsageError(f"model folder {path} lacks {component}/vocab.json or {component}/tokenizer.json")

@@ -40,16 +40,18 @@ class LatentDiffusion:
         self.blocks: tuple[type[torch.nn.Module], ...] = (ResnetBlock2D, *blocks)
         self.channels: int = network.config.in_channels
         self.sample_side: int = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
+        self.pixels_per_latent: int = pipeline.vae_scale_factor
+        """Along a side."""
         self.checker: SafetyChecker | None = None
         self._pipeline = pipeline
 
-    def schedule(self, width: int, height: int) -> Schedule:
+    def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
         return UNSHIFTED
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """As Family.noise."""
-        scale = self._pipeline.vae_scale_factor
+        scale = self.pixels_per_latent
         shape = (1, self.channels, row.height // scale, row.width // scale)
         noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
         return noise

@@ -37,7 +37,8 @@ class Layout:
 
     components: Mapping[str, Component]
     facts: Callable[[Mapping[str, facts.Config], int], facts.Facts]
-    """Of the components' configurations, by name, and the CLIP tokenizers' length."""
+    """Of the components' configurations, by name, with model_index.json under its own, and the CLIP tokenizers'
+    length."""
     network: str = "unet"
     """The component that predicts."""
     checker: Mapping[str, Component] = field(default_factory=dict)
@@ -78,6 +79,13 @@ _COMPONENTS_FLUX: Mapping[str, Component] = {
     "tokenizer_2": replace(_TOKENIZER_T5, is_optional=False),
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_FLUX2: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("Flux2Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": Component("diffusers", ("AutoencoderKLFlux2",), weights="diffusion_pytorch_model"),
+    "text_encoder": Component("transformers", ("Qwen3ForCausalLM",), weights="model"),
+    "tokenizer": Component("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast"), "tokenizer_config.json"),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -98,5 +106,6 @@ FAMILIES: Mapping[str, Layout] = {
     "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(facts.stable_diffusion_xl)),
     "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
     "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
+    "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

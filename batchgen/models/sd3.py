@@ -75,7 +75,7 @@ class StableDiffusion3(FlowMatching):
         }
         return Conditioning(self._scales([row.guidance_scale for row in rows]), is_guided, inputs)
 
-    def schedule(self, width: int, height: int) -> Schedule:
+    def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
         side = self._pipeline.vae_scale_factor * self._pipeline.patch_size
         return Schedule(self._shift((height // side) * (width // side)))
