@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import inspect
+import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from batchgen.errors import UsageError
+from batchgen.job import Model
+from batchgen.models import hub
+from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
 
@@ -107,3 +116,41 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
     fixed = families.engine("sd3")
     small, large = (fixed.tables([tiny.row(width=side, height=64, sampler="euler")])[0] for side in (64, 128))
     assert small is large
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein"])
+def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
+    families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
+    patterns = list(hub.file_patterns(variant))
+    files = find_model(Model(path=str(tmp_path), variant=variant)).files
+    for file in files:
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns), file
+    assert any("-of-" in file for file in files)
+    assert kind != "klein" or "tokenizer/chat_template.jinja" in files
+
+
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base"])
+def test_defaults_are_the_pipelines_own(kind: str) -> None:
+    known, pipe = families.engine(kind).facts, families.pipeline(kind)
+    defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
+    assert known.steps == defaults["num_inference_steps"]
+    assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
+    assert known.width == known.height == pipe.default_sample_size * pipe.vae_scale_factor
+    assert known.sampler == type(pipe.own_scheduler).__name__
+    row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler="euler", width=64, height=64)
+    engine = families.engine(kind)
+    asked = tiny.batch([row], known)
+    (text,) = {one.shape[1] for name, one in engine.conditioning(asked).inputs.items() if one.ndim == 3}
+    assert known.text_length == text
+    (count,) = engine._count(asked)
+    assert count.read == known.prompt_tokens
+    assert count.dropped > 0
+
+
+def test_step_noise_that_no_seed_decides_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(families.folder("flux"), tmp_path / "model"))
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
+    with pytest.raises(UsageError, match="stochastic_sampling, whose noise no seed decides"):
+        facts_of(Model(path=str(folder)))
