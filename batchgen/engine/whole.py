@@ -23,7 +23,7 @@ from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
 from batchgen.models.facts import Facts
 from batchgen.models.folder import BUILT_IN, ModelFolder, facts_of, find_model
-from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row
+from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
 _FIXED = {"mode": ("auto", "eager"), "decode_batch": (None,), "text_encoder": ("gpu",)}
@@ -47,6 +47,7 @@ class WholePipeline:
         folder = find_model(job.model)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
         self._pipeline = load(folder, dtype, self.device)
+        self._pipeline_s = 0.0
         self._attention = None if job.engine.attention == "auto" else job.engine.attention
         self._taken = inspect.signature(self._pipeline.__call__).parameters
         self.versions: Mapping[str, str] = versions_of(self.device, dtype)
@@ -64,13 +65,19 @@ class WholePipeline:
         """None: nothing that is measured here would change a plan."""
         return ()
 
+    def spent(self) -> Spent:
+        """One stage, "pipeline", by the clock of the host, which waits for each row."""
+        return Spent({"pipeline": self._pipeline_s})
+
     def _make(self, row: Row, should_drop: Callable[[], bool]) -> Outcome:
         started = time.perf_counter()
         made = self._pipeline(**self._arguments(row, should_drop)).images[0]
+        seconds = time.perf_counter() - started
+        self._pipeline_s += seconds
         result = judge(np.asarray(made), row)
         if isinstance(result, Fault):
             return Failure(row, result.error, result.message)
-        return Image(row, result, 1, "eager", None, None, time.perf_counter() - started)
+        return Image(row, result, 1, "eager", None, None, seconds)
 
     def _arguments(self, row: Row, should_drop: Callable[[], bool]) -> dict[str, Any]:
         """What the pipeline is told of a row; of what it knows nothing, nothing."""
