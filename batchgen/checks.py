@@ -25,6 +25,7 @@ MAX_STEPS = 1_000
 MAX_COUNTED_STEPS = 32_768
 """A row's model evaluations, two a step with some samplers, are counted in 16 bits."""
 MAX_IMAGES = 1_000_000
+NO_SCALE = "has no effect: this model takes no such scale"
 
 Ints = npt.NDArray[np.int64]
 
@@ -58,6 +59,9 @@ class Checked:
     asked_height: Ints
     steps: Ints
     guidance_scale: npt.NDArray[np.float64]
+    true_cfg_scale: npt.NDArray[np.float64]
+    """NaN where the family knows none."""
+    is_guided: Bools
     sampler: npt.NDArray[np.int32]
     """Index into `Rules.samplers`."""
     seed: npt.NDArray[np.uint64]
@@ -93,8 +97,11 @@ class Rules:
             value = getattr(self.job.sampling, name)
             if value is not None and value > most:
                 raise UsageError(f"sampling.{name} = {value} must be a whole number from 1 to {most}")
-        if self.facts.guided_above is None and self.job.sampling.negative_prompt:
+        if (self.facts.guided_above is None or not self.facts.takes_negative) and self.job.sampling.negative_prompt:
             raise UsageError(f"sampling.negative_prompt {self.no_effect}; leave it out")
+        for name, is_taken in self.scales.items():
+            if not is_taken and getattr(self.job.sampling, name):
+                raise UsageError(f"sampling.{name} {NO_SCALE}; leave it out")
 
     @property
     def limits(self) -> dict[str, int]:
@@ -103,12 +110,19 @@ class Rules:
         return {"width": MAX_SIZE, "height": MAX_SIZE, "steps": steps, "num_images": MAX_IMAGES}
 
     @property
+    def scales(self) -> dict[str, bool]:
+        """The columns of scales, and whether the model takes them."""
+        return {"guidance_scale": self.facts.takes_guidance_scale, "true_cfg_scale": self.facts.has_true_cfg}
+
+    @property
     def no_effect(self) -> str:
         """Why a negative prompt of a row that is not guided is refused."""
         above = self.facts.guided_above
+        if not self.facts.takes_negative:
+            return "has no effect: this model takes no negative prompt"
         if above is None:
             return "has no effect: this model is never guided"
-        return f"has no effect at this row's guidance_scale: this model is guided above {above:g}"
+        return f"has no effect at this row's {self.facts.guiding}: this model is guided above {above:g}"
 
     def check(self, batch: pa.RecordBatch, first_row: int) -> Checked:
         """Resolve and check one batch of manifest rows that begins at manifest row `first_row`."""
@@ -141,8 +155,9 @@ class _Check:
     def run(self) -> Checked:
         job, facts = self.rules.job.sampling, self.rules.facts
         prompt = self._text("prompt", None, is_required=True)
-        guidance = self._guidance(facts.guidance_scale if job.guidance_scale is None else job.guidance_scale)
-        negative = self._negative_prompt(guidance)
+        guidance = self._scale("guidance_scale", facts.guidance_scale)
+        true_cfg = self._scale("true_cfg_scale", np.nan if facts.true_cfg_scale is None else facts.true_cfg_scale)
+        negative, is_guided = self._negative_prompt(true_cfg if facts.has_true_cfg else guidance)
         asked_width, width = self._size("width", job.width or facts.width)
         asked_height, height = self._size("height", job.height or facts.height)
         self._refuse(
@@ -158,7 +173,7 @@ class _Check:
             self._refuse(column, is_garbled(self.columns[column]), "must be UTF-8 text")
         return Checked(
             self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
-            asked_width, asked_height, steps, guidance, sampler, seed, has_seed, num_images,
+            asked_width, asked_height, steps, guidance, true_cfg, is_guided, sampler, seed, has_seed, num_images,
         )  # fmt: skip
 
     def _refuse_impossible(self, steps: Ints, sampler: npt.NDArray[np.int32]) -> None:
@@ -191,21 +206,35 @@ class _Check:
             self._refuse(column, ~given, "must be text")
         return values if default is None else values.fill_null(default)
 
-    def _negative_prompt(self, guidance: npt.NDArray[np.float64]) -> pa.Array:
+    def _negative_prompt(self, scale: npt.NDArray[np.float64]) -> tuple[pa.Array, Bools]:
+        """What weighs against the prompt, and which rows are guided by it."""
         facts, default = self.rules.facts, self.rules.job.sampling.negative_prompt
         column = self._text("negative_prompt", None)
-        is_guided = guidance > (np.inf if facts.guided_above is None else facts.guided_above)
+        is_guided = scale > (np.inf if facts.guided_above is None else facts.guided_above)
         is_text = pc.greater(pc.binary_length(column), 0).fill_null(False).to_numpy(zero_copy_only=False)
-        self._refuse("negative_prompt", ~is_guided & is_text, self.rules.no_effect)
-        if default is None:
-            return column
-        return pc.if_else(pa.array(is_guided), column.fill_null(default), column)
+        is_idle = is_text if not facts.takes_negative else is_text & ~is_guided
+        self._refuse("negative_prompt", is_idle, self.rules.no_effect)
+        if default is not None:
+            column = pc.if_else(pa.array(is_guided), column.fill_null(default), column)
+        if not facts.needs_negative:
+            return column, is_guided
+        asked = self.rules.job.sampling.true_cfg_scale
+        is_asked = is_given(self.columns[facts.guiding]) if facts.guiding in self.columns else np.zeros(self.num, bool)
+        is_alone = is_guided & np.isfinite(scale) & ~is_given(column) & (is_asked | (asked is not None))
+        rule = 'has no effect without a negative_prompt, of which "" is one: give the row one, or a scale of 1'
+        self._refuse(facts.guiding, is_alone, rule, str(asked))
+        return column, is_guided & is_given(column)
 
-    def _guidance(self, default: float) -> npt.NDArray[np.float64]:
-        if "guidance_scale" not in self.columns:
+    def _scale(self, column: str, default: float) -> npt.NDArray[np.float64]:
+        told = getattr(self.rules.job.sampling, column)
+        default = default if told is None else told
+        if column not in self.columns:
             return np.full(self.num, default)
-        parsed = floats(self.columns["guidance_scale"])
-        self._refuse("guidance_scale", parsed.is_bad, "must be a finite number")
+        parsed = floats(self.columns[column])
+        self._refuse(column, parsed.is_bad, "must be a finite number")
+        if not self.rules.scales[column]:
+            self._refuse(column, parsed.given & ~parsed.is_bad & (parsed.values != 0), NO_SCALE)
+            return np.full(self.num, default)
         # Nothing is known of a bad row's guidance: no rule about what it would do shall name the row as well.
         return np.where(parsed.is_bad, np.inf, np.where(parsed.given, parsed.values, default)) + 0.0
 
@@ -232,11 +261,13 @@ class _Check:
             multiple = facts.size_multiple
             rounded = (asked + multiple // 2) // multiple * multiple
             made = np.where(asked > 0, np.maximum(rounded, facts.min_size), asked)
-        is_bad = ~is_no_size & ((made < facts.min_size) | (made % facts.size_multiple != 0))
+        most = facts.max_size or MAX_SIZE
+        is_bad = ~is_no_size & ((made < facts.min_size) | (made > most) | (made % facts.size_multiple != 0))
+        bounds = f"at least {facts.min_size}" + (f" and at most {most}" if facts.max_size else "")
         self._refuse(
             column,
             is_bad,
-            f"must be a multiple of {facts.size_multiple}, at least {facts.min_size} "
+            f"must be a multiple of {facts.size_multiple}, {bounds} "
             f"(--set plan.size_policy=round rounds){'' if column in self.columns else f'; the default is {default}'}",
         )
         return asked, made
@@ -294,6 +325,8 @@ def identify(checked: Checked, samplers: list[str]) -> Identified:
     total = joined(total, text_digests(pa.array([*samplers, ""])).take(checked.sampler.astype(np.intp)))
     for numbers in (checked.width, checked.height, checked.steps, checked.guidance_scale):
         total = joined(total, number_digests(numbers.view(np.uint64)))
+    if not np.isnan(checked.true_cfg_scale).any():
+        total = joined(total, number_digests(checked.true_cfg_scale.view(np.uint64)))
     return Identified(ids, total.low.astype(np.uint32))
 
 
@@ -305,7 +338,8 @@ def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
             parsed, is_negative = integers(canonical[name])
             is_null = ~parsed.given | (is_negative & (name == "seed"))
             canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
-    if "guidance_scale" in canonical:
-        numbers = floats(canonical["guidance_scale"])
-        canonical["guidance_scale"] = pa.array(numbers.values + 0.0, mask=~numbers.given | numbers.is_bad)
+    for name in ("guidance_scale", "true_cfg_scale"):
+        if name in canonical:
+            numbers = floats(canonical[name])
+            canonical[name] = pa.array(numbers.values + 0.0, mask=~numbers.given | numbers.is_bad)
     return canonical

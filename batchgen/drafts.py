@@ -37,6 +37,7 @@ COLUMNS = pa.schema(
         ("asked_height", pa.int32()),
         ("steps", pa.int32()),
         ("guidance_scale", pa.float64()),
+        ("true_cfg_scale", pa.float64()),
         ("sampler", pa.dictionary(pa.int32(), pa.string())),
         ("seed", pa.uint64()),
     ]
@@ -163,6 +164,7 @@ def _table(
         "asked_height": checked.asked_height[places],
         "steps": checked.steps[places],
         "guidance_scale": checked.guidance_scale[places],
+        "true_cfg_scale": pa.array(checked.true_cfg_scale[places], from_pandas=True),
         "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
         "seed": seeds,
     }

@@ -69,6 +69,6 @@ def open_generator(job: Job, context: Context | None = None) -> Generator:
         from batchgen.models.pattern import PatternGenerator
 
         return PatternGenerator(job.model)
-    from batchgen.engine.engine import Engine
+    from batchgen.engine.whole import open_model
 
-    return Engine(job, context)
+    return open_model(job, context)

@@ -63,7 +63,7 @@ class Model(_Table):
     variant: str | None = None
     """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: float16 on a GPU, float32 on a CPU."""
+    """None: on a GPU float16, for the FLUX families and pipelines without one bfloat16; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: that of the model, but float32 for a float16 SDXL whose VAE asks for it (`force_upcast`)."""
 
@@ -75,6 +75,8 @@ class Sampling(_Table):
     height: _PositiveInt | None = None
     steps: _PositiveInt | None = None
     guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    """Scale of guidance by a negative prompt, of models whose guidance_scale is distilled into them (FLUX)."""
     negative_prompt: str | None = None
     sampler: str | None = None
     """A sampler's name; None is the scheduler that lies in the model folder."""

@@ -33,6 +33,7 @@ PARAMETERS = (
     "height",
     "steps",
     "guidance_scale",
+    "true_cfg_scale",
     "seed",
     "num_images",
     "sampler",

@@ -31,6 +31,7 @@ PARAMETERS = pa.schema(
         pa.field("asked_height", pa.int32(), nullable=False),
         pa.field("steps", pa.int32(), nullable=False),
         pa.field("guidance_scale", pa.float64(), nullable=False),
+        pa.field("true_cfg_scale", pa.float64()),
         pa.field("sampler", pa.string(), nullable=False),
         pa.field("seed", pa.uint64(), nullable=False),
         pa.field("noise_seed", pa.uint32(), nullable=False),
@@ -127,8 +128,10 @@ def noise_seeds(seeds: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray
 def parameters(row: Row, model: str) -> dict[str, Any]:
     """What made a row, as it travels inside its image: names of `PARAMETERS`, the seed as text.
 
-    Text, because JSON readers other than Python's round integers above 2^53.
+    Text, because JSON readers other than Python's round integers above 2^53. What the model's family knows nothing of
+    is left out.
     """
+    of_family = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
     return {
         "id": row.id,
         "image_number": row.image_number,
@@ -138,6 +141,7 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
         "height": row.height,
         "steps": row.steps,
         "guidance_scale": row.guidance_scale,
+        **of_family,
         "sampler": row.sampler,
         "seed": str(row.seed),
         "noise_seed": row.noise_seed,

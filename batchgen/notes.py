@@ -14,9 +14,9 @@ from batchgen.wording import listed
 def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
     """All of them, in the order in which they are said."""
     notes = [facts.note] if facts.note else []
-    if facts.text_length and job.plan.on_truncate == "warn":
+    if facts.prompt_tokens and job.plan.on_truncate == "warn":
         notes.append(
-            f"the model reads {facts.text_length - 2} tokens of a prompt: longer ones are cut, and counted in the "
+            f"the model reads {facts.prompt_tokens} tokens of a prompt: longer ones are cut, and counted in the "
             "closing lines; --on-truncate error names them before anything is made"
         )
     notes += _carried_notes(surveyed.manifest)

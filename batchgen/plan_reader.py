@@ -92,6 +92,7 @@ def _row(index: int, line: Mapping[str, Any]) -> Row:
         height=line["height"],
         steps=line["steps"],
         guidance_scale=line["guidance_scale"],
+        true_cfg_scale=line["true_cfg_scale"],
         sampler=line["sampler"],
         seed=line["seed"],
     )

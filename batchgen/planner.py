@@ -48,13 +48,11 @@ class Grouper:
         self,
         width: Ints,
         height: Ints,
-        guidance: npt.NDArray[np.float64],
+        is_guided: npt.NDArray[np.bool_],
         sampler: npt.NDArray[np.int32],
         steps: Ints,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Group number and model evaluations of each row."""
-        above = self.facts.guided_above
-        is_guided = (guidance > above) if above is not None else np.zeros(len(width), bool)
         shape = (width << 17) | (height << 1) | is_guided
         schedule = (sampler.astype(np.int64) << 16) | steps
         shapes, of_shape = np.unique(shape, return_inverse=True)

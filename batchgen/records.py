@@ -54,6 +54,8 @@ class Row:
     """A name of `models/facts.py` or a diffusers scheduler class."""
     seed: int
     """As given or derived, 0 to 2^64 - 1."""
+    true_cfg_scale: float | None = None
+    """Scale of guidance by a negative prompt, of families whose guidance_scale means another; None elsewhere."""
 
     @property
     def noise_seed(self) -> int:

@@ -138,7 +138,7 @@ def plan_manifest(
     manifest.check_unchanged()
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
-    limits = Limits(job.plan.batch_sizes, job.plan.max_batch, job.plan.shard_images)
+    limits = Limits(job.plan.batch_sizes, job.plan.max_batch if facts.is_captured else 1, job.plan.shard_images)
     check_truncation(surveyed, job)
     notes = notes_of(surveyed, facts, job)
     return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes))

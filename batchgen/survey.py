@@ -145,7 +145,7 @@ class _Gathered:
         group, evaluations = grouper.assign(
             checked.width[good],
             checked.height[good],
-            checked.guidance_scale[good],
+            checked.is_guided[good],
             checked.sampler[good],
             checked.steps[good],
         )

@@ -26,7 +26,8 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
     for checked, _, good in surveyed.batches():
         for column in ("prompt", "negative_prompt"):
             texts = getattr(checked, column).take(good).fill_null("").to_pylist()
-            for place, count in zip(good.tolist(), count_tokens(tokenizer, texts), strict=True):
+            counts = count_tokens(tokenizer, texts, surveyed.rules.facts.prompt_tokens)
+            for place, count in zip(good.tolist(), counts, strict=True):
                 if count.dropped:
                     num_found += 1
                     if num_found <= SHOWN:

@@ -15,7 +15,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from batchgen.bench import baselines, figures, images, modes, ours, traces
-from batchgen.bench.architectures import ARCHITECTURES, ensure_folder
+from batchgen.bench.architectures import ARCHITECTURES
+from batchgen.bench.building import ensure_folder
 from batchgen.bench.evaluations import count_flops, total_flops
 from batchgen.bench.traces import most
 from batchgen.bench.workload import SIZES, Wanted, Workload, write_manifest
@@ -122,7 +123,7 @@ def test_architectures_have_the_known_size_and_work(name: str, parameters: int, 
     wanted = ARCHITECTURES[name]
     side = wanted.side // 8
     with torch.device("meta"), torch.no_grad():
-        unet, vae = diffusers.UNet2DConditionModel(**wanted.unet), diffusers.AutoencoderKL(**wanted.vae)
+        unet, vae = diffusers.UNet2DConditionModel(**wanted.network), diffusers.AutoencoderKL(**wanted.vae)
         text = torch.empty(2, 77, unet.config.cross_attention_dim)
         added = {"text_embeds": torch.empty(2, 1280), "time_ids": torch.empty(2, 6)} if name == "sdxl" else None
         with FlopCounterMode(display=False) as step:
@@ -132,6 +133,41 @@ def test_architectures_have_the_known_size_and_work(name: str, parameters: int, 
     assert sum(one.numel() for one in unet.parameters()) == parameters
     total = 20 * step.get_total_flops() + decode.get_total_flops()
     assert total / 1e12 == pytest.approx(tflop, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tflop"), [("sd3", 2_028_328_000, 17.81), ("flux", 11_901_408_320, 74.38)]
+)
+def test_transformers_have_the_known_size_and_work(name: str, parameters: int, tflop: float) -> None:
+    """One evaluation of a row, with guidance where it doubles."""
+    wanted, time = ARCHITECTURES[name], torch.empty(2 if name == "sd3" else 1, device="meta")
+    text = {
+        "encoder_hidden_states": torch.empty(len(time), 333 if name == "sd3" else 512, 4096, device="meta"),
+        "pooled_projections": torch.empty(len(time), 2048 if name == "sd3" else 768, device="meta"),
+        "timestep": time,
+    }
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as step:
+        if name == "sd3":
+            network = diffusers.SD3Transformer2DModel(**wanted.network)
+            network(torch.empty(2, 16, 128, 128), **text)
+        else:
+            network = diffusers.FluxTransformer2DModel(**wanted.network)
+            places = {"img_ids": torch.empty(4096, 3), "txt_ids": torch.empty(512, 3)}
+            network(torch.empty(1, 4096, 64), **text, **places, guidance=time)
+    assert sum(one.numel() for one in network.parameters()) == parameters
+    assert step.get_total_flops() / 1e12 == pytest.approx(tflop, rel=0.001)
+
+
+@pytest.mark.parametrize("arch", ["tiny-sd3", "tiny-flux"])
+def test_transformers_run_both_ways(tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "TRIED_BATCHES", (2,))
+    command = f"bench images --arch {arch} --rows 3 --sample 1 --no-idle --baselines best --set engine.device=cpu"
+    ended = runs.batchgen(*command.split(), "--folder", tmp_path, "--json", tmp_path / "figures.json")
+    assert ended.code == 0, ended.err
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["batchgen"]["images"] == 3
+    assert [one["name"] for one in written["baselines"]] == ["best"]
+    assert written["workload"]["guidance"] == ARCHITECTURES[arch].guidance
 
 
 @pytest.fixture(scope="module")

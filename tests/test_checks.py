@@ -224,6 +224,69 @@ def test_a_model_that_is_never_guided_refuses_negative_prompts() -> None:
         Rules(pattern_job("sampling.negative_prompt=blurry"), facts)
 
 
+class TestTrueGuidance:
+    """Of a family whose guidance_scale is distilled into its network: a negative prompt has a scale of its own."""
+
+    FACTS = replace(PATTERN, guiding="true_cfg_scale", true_cfg_scale=1.0, needs_negative=True)
+
+    def checked(self, columns: dict[str, list[object]], *overrides: str, **changes: object) -> Checked:
+        rules = Rules(pattern_job(*overrides), replace(self.FACTS, **changes))
+        return rules.check(pa.RecordBatch.from_pydict({"prompt": ["a"] * len(*columns.values()), **columns}), 0)
+
+    def test_a_row_is_guided_by_a_scale_and_a_negative_prompt(self) -> None:
+        scales, negatives = [4.0, 4.0, 1.0, None], ["blurry", "", None, None]
+        batch = {"prompt": ["a"] * 4, "true_cfg_scale": scales, "negative_prompt": negatives}
+        checked = Rules(pattern_job(), self.FACTS).check(pa.RecordBatch.from_pydict(batch), 0)
+        assert checked.bad == []
+        assert checked.is_guided.tolist() == [True, True, False, False]
+        assert checked.true_cfg_scale.tolist() == [4.0, 4.0, 1.0, 1.0]
+        assert checked.guidance_scale.tolist() == [7.5] * 4
+
+    def test_one_without_the_other_is_refused(self) -> None:
+        (cell,) = self.checked({"true_cfg_scale": [4.0, None]}).bad
+        assert (cell.row, cell.column, cell.value) == (0, "true_cfg_scale", "4.0")
+        assert "without a negative_prompt" in cell.rule
+        (cell,) = self.checked({"negative_prompt": ["blurry", ""]}).bad
+        assert cell.rule == "has no effect at this row's true_cfg_scale: this model is guided above 1"
+
+    def test_the_jobs_defaults_count(self) -> None:
+        both = "sampling.true_cfg_scale=4.0", "sampling.negative_prompt=blurry"
+        assert self.checked({"true_cfg_scale": [None, 1.0]}, *both).is_guided.tolist() == [True, False]
+        assert len(self.checked({"negative_prompt": [None, ""]}, both[0]).bad) == 1
+
+    def test_a_familys_own_default_asks_for_nothing(self) -> None:
+        found = self.checked({"negative_prompt": [None, ""]}, true_cfg_scale=4.0)
+        assert (found.bad, found.is_guided.tolist()) == ([], [False, True])
+
+    def test_scales_that_a_family_ignores_are_refused(self) -> None:
+        rule = "has no effect: this model takes no such scale"
+        columns = {"guidance_scale": [3.5, 0.0, None]}
+        assert [cell.rule for cell in self.checked(columns, takes_guidance_scale=False).bad] == [rule]
+        checked = Rules(pattern_job(), PATTERN).check(
+            pa.RecordBatch.from_pydict({"prompt": ["a"] * 2, "true_cfg_scale": [4.0, None]}), 0
+        )
+        assert [(cell.column, cell.rule) for cell in checked.bad] == [("true_cfg_scale", rule)]
+        with pytest.raises(UsageError, match=f"sampling.true_cfg_scale {rule}; leave it out"):
+            Rules(pattern_job("sampling.true_cfg_scale=4.0"), PATTERN)
+
+
+def test_a_model_that_takes_no_negative_prompt_refuses_one() -> None:
+    facts, rule = replace(PATTERN, takes_negative=False), "has no effect: this model takes no negative prompt"
+    columns = {"prompt": ["a"] * 2, "negative_prompt": ["blurry", None], "guidance_scale": [7.5, 7.5]}
+    checked = Rules(pattern_job(), facts).check(pa.RecordBatch.from_pydict(columns), 0)
+    assert checked.bad == [BadCell(0, "negative_prompt", "'blurry'", rule)]
+    assert checked.is_guided.tolist()[1]
+    with pytest.raises(UsageError, match=f"sampling.negative_prompt {rule}; leave it out"):
+        Rules(pattern_job("sampling.negative_prompt=blurry"), facts)
+
+
+def test_a_size_beyond_what_the_network_takes_is_refused() -> None:
+    rules = Rules(pattern_job(), replace(PATTERN, max_size=128))
+    checked = rules.check(pa.RecordBatch.from_pydict({"prompt": ["a"] * 2, "width": [128, 136]}), 0)
+    assert [(cell.row, cell.column) for cell in checked.bad] == [(1, "width")]
+    assert "at least 64 and at most 128" in checked.bad[0].rule
+
+
 @pytest.mark.parametrize(
     ("key", "value", "most"), [("steps", 1001, 1000), ("width", 32_776, 32_768), ("num_images", 1_000_001, 1_000_000)]
 )

@@ -130,12 +130,12 @@ def test_tokens_are_counted(engine: Engine) -> None:
 
 def test_tokens_are_counted_without_the_model() -> None:
     tokenizer = load_tokenizer(tiny.job(tiny.folder("sd1")).model)
-    assert [(count.read, count.dropped) for count in count_tokens(tokenizer, ["ab c", "a" * 80])] == [
+    assert [(count.read, count.dropped) for count in count_tokens(tokenizer, ["ab c", "a" * 80], 75)] == [
         (3, 0),
         (75, 5),
     ]
     assert load_tokenizer(tiny.job("pattern").model) is None
-    assert count_tokens(tokenizer, []) == []
+    assert count_tokens(tokenizer, [], 75) == []
 
 
 def test_null_negative_prompt_is_the_empty_one(engine: Engine) -> None:

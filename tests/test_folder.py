@@ -40,8 +40,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (lambda f: (f / "model_index.json").unlink(), "no model_index.json"),
     "index no JSON": (lambda f: (f / "model_index.json").write_text("{"), "cannot be read"),
     "another family": (
-        lambda f: edit(f / "model_index.json", _class_name="FluxPipeline"),
-        "'FluxPipeline'; known families: StableDiffusionPipeline",
+        lambda f: edit(f / "model_index.json", _class_name="AudioPipeline"),
+        "'AudioPipeline', which is no pipeline of the installed diffusers; known families: StableDiffusionPipeline",
     ),
     "custom code": (
         lambda f: edit(f / "model_index.json", unet=["my_unet", "MyUNet"]),

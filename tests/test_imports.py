@@ -17,9 +17,19 @@ from tests.slurm.fakes import Fakes
 PACKAGE = Path(batchgen.__file__).parent
 HEAVY = ("torch", "diffusers", "transformers", "datasets")
 WITH_TORCH = (
-    *("engine/", "models/demo/", "models/family.py", "models/latent.py", "models/sd.py", "models/sdxl.py"),
+    *(
+        "engine/",
+        "models/demo/",
+        "models/family.py",
+        "models/flow.py",
+        "models/flux.py",
+        "models/flux2.py",
+        "models/latent.py",
+        "models/loading.py",
+    ),
+    *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
-    *("bench/architectures.py", "bench/baselines.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
+    *("bench/baselines.py", "bench/building.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
 )
 """The only places that may import torch, diffusers or transformers."""
@@ -35,14 +45,16 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.layouts models.hub models.family models.pattern models.folder identity ledger manifest costs
-    known plan_index glance selection reporting.sample reporting.spending
-    models.tokens models.latent models.sd models.sdxl checks planner spill encoders formats parts card sources.cells
+    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
+    models.folder identity ledger manifest costs known plan_index glance
+    selection reporting.sample reporting.spending
+    models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
+    models.flux2 checks planner spill encoders formats parts card sources.cells
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
     modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
-    engine.engine balance differences progress stopping importer
+    engine.devices engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
     mending appending sweeping
@@ -58,8 +70,8 @@ LAYERS = [
     launched
     children
     launcher
-    bench.plan bench.long bench.killing bench.architectures bench.evaluations bench.traces bench.watch
-    bench.surroundings
+    bench.plan bench.long bench.architectures bench.building bench.evaluations bench.traces bench.watch
+    bench.surroundings bench.killing
     bench.ours bench.baselines bench.modes
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath
@@ -72,7 +84,7 @@ LAYERS = [
 UNLAYERED = {"", "bench", "models", "engine", "reporting", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
-LATE = {"generator": {"models.pattern", "engine.engine"}}
+LATE = {"generator": {"models.pattern", "engine.whole"}}
 """What opens a model imports it by name when it is asked for."""
 
 

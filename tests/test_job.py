@@ -27,6 +27,7 @@ VALUES: dict[str, Any] = {
     "sampling.height": 512,
     "sampling.steps": 30,
     "sampling.guidance_scale": 3.5,
+    "sampling.true_cfg_scale": 4.0,
     "sampling.negative_prompt": "blurry, \"bad\"",
     "sampling.sampler": "heun",
     "sampling.seed": 2**64 - 1,

@@ -268,7 +268,7 @@ def test_rows_are_grouped_by_shape_guidance_and_form(
     for some in (rows[start : start + read_rows] for start in range(0, len(rows), read_rows)):
         width, height, guidance, sampler, steps = zip(*some, strict=True)
         numbers, evaluations = grouper.assign(
-            np.array(width), np.array(height), np.array(guidance), np.array(sampler, np.int32), np.array(steps)
+            np.array(width), np.array(height), np.array(guidance) > 1, np.array(sampler, np.int32), np.array(steps)
         )
         for place, (wide, high, scale, name, count) in enumerate(some):
             facts = PATTERN.sampler_facts(samplers[name])

@@ -15,7 +15,7 @@ import pytest
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models.folder import fetch_model, find_model, pinned
-from tests import checkers, runs, tiny
+from tests import checkers, families, runs, tiny
 from tests.hub import Hub, serving
 
 
@@ -123,3 +123,11 @@ def test_a_local_folder_is_checked_and_hashed(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match="'demo' is built in; there is nothing to fetch"):
         fetch_model(Model(path="demo"))
     assert pinned(Model(path=str(tiny.folder("sd1")))).revision is None
+
+
+def test_a_pipeline_of_no_family_is_fetched_whole(tmp_path: Path) -> None:
+    """Its components are known once its model_index.json is there."""
+    with serving(families.folder("qwen")) as hub:
+        assert batchgen(hub, tmp_path, "prefetch", hub.name).code == 0
+        wanted = find_model(Model(path=str(families.folder("qwen")))).files
+        assert set(wanted) <= hub.fetched

@@ -123,7 +123,7 @@ def mixed_workload(num_rows: int) -> Cut:
     of_row, evaluations = grouper.assign(
         np.array([row.width for row in rows]),
         np.array([row.height for row in rows]),
-        np.array([row.guidance_scale for row in rows]),
+        np.array([row.guidance_scale > 1 for row in rows]),
         np.zeros(num_rows, np.int32),
         np.array([row.steps for row in rows]),
     )

@@ -120,6 +120,11 @@ def _place() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tiny-")
 
 
+def place() -> Path:
+    """Where folders of this process lie."""
+    return Path(_place().name)
+
+
 @functools.cache
 def folder(kind: str) -> Path:
     """A saved pipeline: "sd1" (epsilon, PNDM), "sd2" (v-prediction, DDIM), "lcm" (embedded guidance), "masked" (padding
@@ -130,14 +135,14 @@ def folder(kind: str) -> Path:
             "sdxl-turbo": (SDXL_UNET, TURBO_SCHEDULER),
             "sdxl-lcm": (SDXL_UNET | {"time_cond_proj_dim": 16}, SDXL_SCHEDULER | {"_class_name": "LCMScheduler"}),
         }.get(kind, (SDXL_UNET, SDXL_SCHEDULER))
-        return save_xl(Path(_place().name) / kind, unet, scheduler, zeroes_null=kind != "sdxl-empty")
+        return save_xl(place() / kind, unet, scheduler, zeroes_null=kind != "sdxl-empty")
     unet, scheduler = {
         "masked": (demo.UNET, SD1_SCHEDULER),
         "sd1": (demo.UNET, SD1_SCHEDULER),
         "sd2": (SD2_UNET, SD2_SCHEDULER),
         "lcm": (demo.UNET | {"time_cond_proj_dim": 16}, SD1_SCHEDULER | {"_class_name": "LCMScheduler"}),
     }[kind]
-    return save(Path(_place().name) / kind, unet, scheduler, uses_mask=kind == "masked")
+    return save(place() / kind, unet, scheduler, uses_mask=kind == "masked")
 
 
 def job(path: Path | str, *overrides: str) -> Job:
@@ -156,8 +161,13 @@ def pipeline(kind: str) -> Any:
 
 
 def reference_pipeline(path: Path, device: str = "cpu", *, checks_safety: bool = False, **options: Any) -> Any:
-    is_xl = json.loads((path / "model_index.json").read_text())["_class_name"] == "StableDiffusionXLPipeline"
-    without: dict[str, Any] = {"add_watermarker": False} if is_xl else {} if checks_safety else {"safety_checker": None}
+    index = json.loads((path / "model_index.json").read_text())
+    family = index["_class_name"]
+    without: dict[str, Any] = {name: None for name, entry in index.items() if entry == [None, None]}
+    if family == "StableDiffusionXLPipeline":
+        without["add_watermarker"] = False
+    if family == "StableDiffusionPipeline" and not checks_safety:
+        without["safety_checker"] = None
     made = diffusers.DiffusionPipeline.from_pretrained(path, **without, **options)
     made.set_progress_bar_config(disable=True)
     made.own_scheduler = made.scheduler
@@ -187,7 +197,7 @@ def batch(rows: Sequence[Row], facts: Facts, size: int | None = None) -> Batch:
     first = rows[0]
     form = facts.sampler_facts(first.sampler).form
     own = {"sampler": first.sampler, "steps": first.steps} if form == OWN_UPDATE else {}
-    is_guided = facts.is_guided(first.guidance_scale)
+    is_guided = facts.guides(first)
     group = Group(first.width, first.height, is_guided, facts.text_length, form, **own)
     return Batch(0, size or len(rows), group, tuple(rows))
 

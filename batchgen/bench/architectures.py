@@ -1,19 +1,11 @@
-"""Pipelines of real architectures with random weights: timing depends on the shapes, hardly on the values."""
+"""The architectures that benches build pipelines of: what their published configuration files say."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import diffusers
-import torch
-import transformers
-from torch import Tensor
-
-from batchgen.errors import BatchgenError
 from batchgen.models import demo
 
 _CLIP_L: Mapping[str, Any] = {
@@ -55,8 +47,45 @@ _VAE: Mapping[str, Any] = {
     "latent_channels": 4,
 }
 _EULER: Mapping[str, Any] = demo.SCHEDULER | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"}
-_PIXEL_STD = 0.4
-"""Of decoded images, whose range is -1 to 1: contrast, and little of it cut off."""
+_SD3_NETWORK: Mapping[str, Any] = {
+    "sample_size": 128,
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 192,
+}
+"""Beside diffusers' defaults; likewise the next."""
+_FLUX_NETWORK: Mapping[str, Any] = {"guidance_embeds": True}
+_FLOW_VAE: Mapping[str, Any] = {
+    **_VAE,
+    "sample_size": 1024,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+_SMALL_T5: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 1,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+"""As wide as T5-XXL, and of one layer."""
+_FLOW: Mapping[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+_SHIFTED_FLOW: Mapping[str, Any] = {
+    **_FLOW,
+    "use_dynamic_shifting": True,
+    "base_shift": 0.5,
+    "max_shift": 1.15,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 4096,
+}
+_TINY_FLOW_VAE: Mapping[str, Any] = {**demo.VAE, "latent_channels": 16, "scaling_factor": 1.5, "shift_factor": 0.1}
+_TINY_CLIP: Mapping[str, Any] = demo.TEXT | {"projection_dim": 32}
+_TINY_T5: Mapping[str, Any] = {**_SMALL_T5, "d_model": 64, "d_ff": 64, "num_heads": 2, "d_kv": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +93,10 @@ class Architecture:
     """A pipeline's classes and configurations."""
 
     pipeline: str
-    unet: Mapping[str, Any]
+    network: Mapping[str, Any]
     vae: Mapping[str, Any]
-    texts: tuple[Mapping[str, Any], ...]
-    """One or two CLIP text encoders; the second has a projection."""
+    texts: tuple[Mapping[str, Any] | None, ...]
+    """The text encoders in their order; None is one that the pipeline may be without."""
     scheduler: Mapping[str, Any]
     side: int
     """Width and height that it was made for."""
@@ -76,6 +105,8 @@ class Architecture:
     steps: int = 20
     guidance: float = 7.5
     mixed_steps: tuple[int, int] = (20, 50)
+    half_dtype: str = "float16"
+    """What its weights are published in."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -90,6 +121,29 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         1,
         guidance=8.0,
     ),
+    "sd3": Architecture(
+        "StableDiffusion3Pipeline",
+        _SD3_NETWORK,
+        {**_FLOW_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609},
+        (_CLIP_L, _CLIP_BIG_G, None),
+        _FLOW,
+        1024,
+        1,
+        steps=28,
+        guidance=7.0,
+    ),
+    "flux": Architecture(
+        "FluxPipeline",
+        _FLUX_NETWORK,
+        {**_FLOW_VAE, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        (_CLIP_L, _SMALL_T5),
+        _SHIFTED_FLOW,
+        1024,
+        1,
+        steps=28,
+        guidance=3.5,
+        half_dtype="bfloat16",
+    ),
     "tiny": Architecture(
         "StableDiffusionPipeline",
         demo.UNET,
@@ -101,86 +155,49 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         steps=3,
         mixed_steps=(2, 5),
     ),
+    "tiny-sd3": Architecture(
+        "StableDiffusion3Pipeline",
+        {
+            "sample_size": 8,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 4,
+            "caption_projection_dim": 32,
+            "joint_attention_dim": 64,
+            "pooled_projection_dim": 64,
+            "pos_embed_max_size": 64,
+        },
+        _TINY_FLOW_VAE,
+        (_TINY_CLIP, _TINY_CLIP, None),
+        _FLOW,
+        64,
+        4,
+        steps=3,
+        guidance=7.0,
+        mixed_steps=(2, 5),
+    ),
+    "tiny-flux": Architecture(
+        "FluxPipeline",
+        {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 64,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 6, 6),
+            "guidance_embeds": True,
+        },
+        _TINY_FLOW_VAE,
+        (demo.TEXT, _TINY_T5),
+        _SHIFTED_FLOW,
+        64,
+        4,
+        steps=3,
+        guidance=3.5,
+        mixed_steps=(2, 5),
+        half_dtype="bfloat16",
+    ),
 }
-
-
-def ensure_folder(name: str, parent: Path, device: torch.device, upcasts: bool, say: Callable[[str], None]) -> Path:
-    """The architecture's pipeline in a folder under `parent`, built unless it is there: float16 safetensors on a GPU,
-    float32 on a CPU. `upcasts`: its VAE asks to be run in float32. Raises BatchgenError if its pictures are none."""
-    folder = parent / f"{name}{'-upcast' if upcasts else ''}"
-    if (folder / "model_index.json").is_file():
-        return folder
-    say(f"building {name} with random weights in {folder}")
-    pipeline = _build(ARCHITECTURES[name], device, upcasts)
-    with torch.inference_mode():
-        _scale(pipeline, ARCHITECTURES[name], device)
-    unfinished = folder.with_name(f"{folder.name}.part")
-    pipeline.save_pretrained(unfinished, safe_serialization=True)
-    scheduler = unfinished / "scheduler" / "scheduler_config.json"
-    scheduler.write_text(json.dumps(dict(ARCHITECTURES[name].scheduler)))
-    return unfinished.rename(folder)
-
-
-def _build(wanted: Architecture, device: torch.device, upcasts: bool) -> Any:
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device(device):
-        torch.manual_seed(0)
-        parts: dict[str, Any] = {
-            "unet": diffusers.UNet2DConditionModel(**wanted.unet),
-            "vae": diffusers.AutoencoderKL(**wanted.vae, force_upcast=upcasts),
-            "text_encoder": _text(transformers.CLIPTextModel, wanted.texts[0]),
-        }
-        if len(wanted.texts) == 2:
-            parts["text_encoder_2"] = _text(transformers.CLIPTextModelWithProjection, wanted.texts[1])
-    parts = {key: part.to(dtype).eval() for key, part in parts.items()}
-    if len(wanted.texts) == 2:
-        parts["tokenizer_2"] = demo.tokenizer()
-    else:
-        parts |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-    scheduler = getattr(diffusers, wanted.scheduler["_class_name"]).from_config(dict(wanted.scheduler))
-    return getattr(diffusers, wanted.pipeline)(tokenizer=demo.tokenizer(), scheduler=scheduler, **parts)
-
-
-def _text(cls: Any, config: Mapping[str, Any]) -> Any:
-    """A text encoder that finds the end of a text by the tokenizer's own end token."""
-    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    return cls(transformers.CLIPTextConfig(**({"max_position_embeddings": demo.TEXT_LENGTH} | ends | dict(config))))
-
-
-def _scale(pipeline: Any, wanted: Architecture, device: torch.device) -> None:
-    """Give the network's predictions unit variance and the decoder's images contrast, and look at one picture."""
-
-    def picture() -> Tensor:
-        pipeline.set_progress_bar_config(disable=True)
-        made: Tensor = pipeline(
-            "a picture",
-            num_inference_steps=2,
-            width=wanted.side,
-            height=wanted.side,
-            generator=torch.Generator("cpu").manual_seed(0),
-            output_type="latent",
-        ).images
-        decoder = pipeline.vae.float() if pipeline.vae.config.force_upcast else pipeline.vae
-        images: Tensor = decoder.decode(made.to(decoder.dtype) / decoder.config.scaling_factor).sample
-        pipeline.vae.to(pipeline.unet.dtype)
-        return images.float()
-
-    deviations: list[float] = []
-    hook = pipeline.unet.conv_out.register_forward_hook(
-        lambda _, __, made: deviations.append(float(made.float().std()))
-    )
-    pipeline.to(device)
-    images = picture()
-    hook.remove()
-    _multiply(pipeline.unet.conv_out, 1 / deviations[0])
-    images = picture()
-    _multiply(pipeline.vae.decoder.conv_out, _PIXEL_STD / float(images.std()))
-    images = picture()
-    if not (bool(images.isfinite().all()) and 0.1 < float(images.std()) < 2):
-        raise BatchgenError(f"the random pipeline's pictures are none: their deviation is {float(images.std()):.3g}")
-
-
-def _multiply(layer: Any, factor: float) -> None:
-    layer.weight.mul_(factor)
-    layer.bias.mul_(factor)
+"""`sd15`, `sdxl`, `sd3` (SD3-medium without its T5 encoder) and `flux` (FLUX.1-dev with a text encoder of one layer in
+T5-XXL's place) have networks and decoders of full size; the others are there to be tried on a CPU."""

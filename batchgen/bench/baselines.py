@@ -17,10 +17,13 @@ from typing import Any
 import diffusers
 import torch
 
+from batchgen.bench.building import network_of
 from batchgen.bench.figures import Say, rate, spread
 from batchgen.bench.workload import Wanted
 from batchgen.errors import BatchgenError
-from batchgen.models.facts import SAMPLERS
+from batchgen.job import Model
+from batchgen.models.facts import Facts
+from batchgen.models.folder import facts_of, read_json
 from batchgen.wording import first_line
 
 TRIED_BATCHES = (4, 8, 16, 32)
@@ -89,6 +92,11 @@ class Diffusers:
     say: Say
     pipeline: Any = None
 
+    @property
+    def facts(self) -> Facts:
+        """What is known of the folder's model."""
+        return facts_of(Model(path=str(self.path)))
+
     def loop(self, rows: Sequence[Wanted]) -> Baseline:
         """One row a call."""
         return self._timed("loop", in_batches(rows, 1), self.sample * LOOP_CALLS)
@@ -122,10 +130,12 @@ class Diffusers:
     def compiled(self, rows: Sequence[Wanted], size: int, mode: str) -> Baseline:
         """A batch size with network and decoder compiled and their weights channels-last, for good."""
         self._load()
-        for part in (self.pipeline.unet, self.pipeline.vae):
+        name = network_of(self.pipeline)
+        network = getattr(self.pipeline, name)
+        for part in (network, self.pipeline.vae):
             part.to(memory_format=torch.channels_last)
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": mode}
-        self.pipeline.unet = torch.compile(self.pipeline.unet, **options)
+        setattr(self.pipeline, name, torch.compile(network, **options))
         self.pipeline.vae.decode = torch.compile(self.pipeline.vae.decode, **options)
         return self._timed("compiled", in_batches(rows, size), self.sample)
 
@@ -156,8 +166,10 @@ class Diffusers:
     def _load(self) -> None:
         if self.pipeline is not None:
             return
-        dtype = torch.float16 if self.device.type == "cuda" else torch.float32
-        made = diffusers.DiffusionPipeline.from_pretrained(self.path, torch_dtype=dtype)
+        dtype = getattr(torch, self.facts.half_dtype) if self.device.type == "cuda" else torch.float32
+        index = read_json(self.path / "model_index.json")
+        without = {name: None for name, entry in index.items() if entry == [None, None]}
+        made = diffusers.DiffusionPipeline.from_pretrained(self.path, torch_dtype=dtype, **without)
         made.set_progress_bar_config(disable=True)
         self.pipeline = made.to(self.device)
 
@@ -219,8 +231,9 @@ class Diffusers:
         )
 
     def _set_sampler(self, name: str) -> None:
-        cls, options = SAMPLERS[name]
-        self.pipeline.scheduler = getattr(diffusers, cls).from_config(self.pipeline.scheduler.config, **options)
+        known = self.facts.sampler_facts(name)
+        scheduler = getattr(diffusers, known.scheduler)
+        self.pipeline.scheduler = scheduler.from_config(self.pipeline.scheduler.config, **known.options)
 
 
 def line(one: Baseline) -> str:

@@ -15,7 +15,13 @@ from batchgen.models.facts import SAMPLERS
 _FOLDER = click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it works [default: a temporary one]."
 )
-_ARCH = click.option("--arch", type=click.Choice(["sd15", "sdxl", "tiny"]), default="sd15", show_default=True)
+_ARCH = click.option(
+    "--arch",
+    type=click.Choice(["sd15", "sdxl", "sd3", "flux", "tiny", "tiny-sd3", "tiny-flux"]),
+    default="sd15",
+    show_default=True,
+    help="sd3: medium, without T5; flux: FLUX.1-dev, with a text encoder of one layer.",
+)
 _SET = click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file.")
 _JSON_FILE = click.option(
     "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it."

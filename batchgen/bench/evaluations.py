@@ -62,9 +62,8 @@ class Evaluation:
 def evaluation(engine: Engine, size: int, width: int, height: int, guidance: float, sampler: str) -> Evaluation:
     """A full batch of `size` rows of 20 steps."""
     batch = batch_of(engine, size, width, height, guidance, sampler, STEPS)
-    tables = [engine.samplers.table(row.sampler, row.steps) for row in batch.rows]
     with torch.inference_mode():
-        lanes = load_lanes(engine.model, batch.rows, tables)
+        lanes = load_lanes(engine.model, batch.rows, engine.tables(batch.rows))
         return Evaluation(engine.model, Bucket(batch.group, size), lanes, engine.conditioning(batch))
 
 
@@ -72,8 +71,8 @@ def batch_of(engine: Engine, size: int, width: int, height: int, guidance: float
     """A batch as a plan would hold it."""
     facts = engine.facts
     form = facts.sampler_facts(sampler).form
-    group = Group(width, height, facts.is_guided(guidance), facts.text_length, form)
-    row = Row(0, "0", 0, "a picture", None, width, height, steps, guidance, sampler, 0)
+    row = Row(0, "0", 0, "a picture", None, width, height, steps, guidance, sampler, 0, facts.true_cfg_scale)
+    group = Group(width, height, facts.guides(row), facts.text_length, form)
     rows = [dataclasses.replace(row, index=i, id=str(i), prompt=f"picture {i}", seed=i) for i in range(size)]
     return Batch(0, size, group, tuple(rows))
 
@@ -116,7 +115,7 @@ def total_flops(engine: Engine, wanted: Sequence[Wanted]) -> int:
     known: dict[tuple[int, int, bool], tuple[int, int]] = {}
     total = 0
     for row in wanted:
-        key = (row.width, row.height, engine.facts.is_guided(row.guidance_scale))
+        key = (row.width, row.height, not engine.facts.has_true_cfg and engine.facts.is_guided(row.guidance_scale))
         if key not in known:
             known[key] = count_flops(engine, row.width, row.height, row.guidance_scale, row.sampler)
         step_flops, decode_flops = known[key]

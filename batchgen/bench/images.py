@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from batchgen.bench import ours
-from batchgen.bench.architectures import ensure_folder
 from batchgen.bench.baselines import Baseline, Diffusers
+from batchgen.bench.building import ensure_folder
 from batchgen.bench.evaluations import Evaluation, evaluation, matmul_flops_per_s, total_flops
 from batchgen.bench.figures import Say, ratio, save, share
 from batchgen.bench.surroundings import quieten, versions, workplace
@@ -21,7 +21,8 @@ from batchgen.cores import usable_cores
 from batchgen.cost import save_profile
 from batchgen.encoders import num_encoder_threads
 from batchgen.engine.compiling import KERNELS, Compiler
-from batchgen.engine.engine import Engine, device_name, find_device
+from batchgen.engine.devices import device_name, find_device
+from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 

@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from batchgen.bench.architectures import ARCHITECTURES, Architecture, ensure_folder
+from batchgen.bench.architectures import ARCHITECTURES, Architecture
+from batchgen.bench.building import ensure_folder
 from batchgen.bench.evaluations import Evaluation, batch_of, evaluation, median_s
 from batchgen.bench.figures import Say, save
 from batchgen.bench.surroundings import quieten, versions, workplace
 from batchgen.bench.workload import SIZES
 from batchgen.engine.attention import attention, present
 from batchgen.engine.compiling import KERNELS, Compiler, mode_of
-from batchgen.engine.engine import Engine, device_name, find_device
+from batchgen.engine.devices import device_name, find_device
+from batchgen.engine.engine import Engine
 from batchgen.engine.graphs import GraphPool
 from batchgen.engine.steps import CHECKED_STEPS
 from batchgen.errors import UsageError

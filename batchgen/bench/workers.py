@@ -214,9 +214,9 @@ def bench_workers(
 
 def _build(arch: str, folder: Path) -> None:
     """In a process of its own, which gives the GPU back."""
-    from batchgen.bench.architectures import ensure_folder
+    from batchgen.bench.building import ensure_folder
     from batchgen.bench.surroundings import quieten
-    from batchgen.engine.engine import find_device
+    from batchgen.engine.devices import find_device
 
     quieten()
     ensure_folder(arch, folder, find_device(None), False, print)

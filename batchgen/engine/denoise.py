@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from batchgen.engine.samplers import Scheduler, Table, step_arguments, update
+from batchgen.engine.samplers import Scheduler, Table, noise_scale, scaled_input, step_arguments, update
 from batchgen.generator import Dropped
 from batchgen.models.family import Conditioning, Family, Network
 from batchgen.models.transfer import to_device
@@ -145,12 +145,12 @@ def denoise_own(
     each row. Raises Dropped."""
     generators = [torch.Generator("cpu").manual_seed(row.seed) for row in rows]
     noise = [model.noise(row, generator) for row, generator in zip(rows, generators, strict=True)]
-    latents: Tensor = to_device(torch.cat(noise), model.device) * scheduler.init_noise_sigma
+    latents: Tensor = to_device(torch.cat(noise), model.device) * noise_scale(scheduler)
     arguments = step_arguments(scheduler, generators)
     for timestep in scheduler.timesteps:
         if should_drop():
             raise Dropped
-        scaled = scheduler.scale_model_input(latents, timestep)
+        scaled = scaled_input(scheduler, latents, timestep)
         prediction = model.predict(model.network, scaled, timestep.expand(len(rows)), conditioning)
         latents = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
     return latents

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
-import diffusers
 import torch
-import transformers
 from torch import Tensor
 
 from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
+from batchgen.engine.devices import dtype_of, errors_named, find_device, quiet_libraries, versions_of
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.safety import Safety
-from batchgen.engine.samplers import Samplers
+from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
-from batchgen.errors import UsageError
-from batchgen.generator import Context, DeviceLost, OutOfMemory, Pending
+from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import sd, sdxl
-from batchgen.models.facts import OWN_UPDATE
+from batchgen.models import flux, flux2, sd, sd3, sdxl
+from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
-from batchgen.version import VERSION
-from batchgen.wording import first_line
 
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
     "StableDiffusionPipeline": sd.load,
     "StableDiffusionXLPipeline": sdxl.load,
+    "StableDiffusion3Pipeline": sd3.load,
+    "FluxPipeline": flux.load,
+    "Flux2KleinPipeline": flux2.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -50,17 +47,10 @@ class Engine:
         context = context or Context()
         self.device = find_device(job.engine.device)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
-        self.model = _load(job, self.device)
+        self.model = _load(job, self.facts, self.device)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._meter = Meter(self.device)
-        self.versions: Mapping[str, str] = {
-            "batchgen": VERSION,
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "transformers": transformers.__version__,
-            "device": device_name(self.device),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-        }
+        self.versions: Mapping[str, str] = versions_of(self.device, self.model.dtype)
         self._compiler = Compiler(self.model)
         self._pool = GraphPool(self.device)
         self.steps = Steps(self.model, self._compiler, self._pool, context)
@@ -74,19 +64,19 @@ class Engine:
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Encode the texts of a shard. As Generator.prepare."""
         texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
-        with self._errors_named(), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
+        with errors_named(self.versions["device"]), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
             self._prompts.prepare(texts, should_drop)
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         """Queue a batch on the device. A row that is no picture fails alone. As Generator.submit; DeviceLost is any
         CUDA error but lack of memory, after which the context is unusable."""
         try:
-            with self._errors_named():
+            with errors_named(self.versions["device"]):
                 return self._submit(batch, should_drop)
         except OutOfMemory:
             if not self.free():
                 raise
-        with self._errors_named():
+        with errors_named(self.versions["device"]):
             return self._submit(batch, should_drop)
 
     @torch.inference_mode()
@@ -105,11 +95,11 @@ class Engine:
         held_bytes = self.steps.held_bytes + self._decoder.held_bytes
 
         def outcomes() -> list[Outcome]:
-            with self._errors_named(), torch.inference_mode():
+            with errors_named(self.versions["device"]), torch.inference_mode():
                 decoded = self._checked(decoding())
                 stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
-                evaluations = [self.samplers.table(row.sampler, row.steps).num_evaluations for row in batch.rows]
+                evaluations = [table.num_evaluations for table in self.tables(batch.rows)]
                 self._meter.measure(
                     Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
                 )
@@ -147,19 +137,25 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         return self.model.conditioning(rows, is_guided, self._prompts.encoded(self.model.texts(rows, is_guided)))
 
+    def tables(self, rows: Sequence[Row]) -> list[Table]:
+        """Each row's sampler at its step count and size."""
+        schedule = self.model.schedule
+        return [self.samplers.table(row.sampler, row.steps, schedule(row.width, row.height, row.steps)) for row in rows]
+
     @torch.inference_mode()
     def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
         lanes take turns in them."""
         rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
         is_own = batch.group.form == OWN_UPDATE
-        tables = [] if is_own else [self.samplers.table(row.sampler, row.steps) for row in rows]
+        tables = [] if is_own else self.tables(rows)
         self._choose(bucket, rows[: batch.size], conditioning)
         self._enter(batch.group)
         with self._tuning.kernels():
             if is_own:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
-                scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device)
+                schedule = self.model.schedule(batch.group.width, batch.group.height, batch.group.steps)
+                scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device, schedule)
                 latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
             else:
                 mode = self._tuning.mode(bucket)
@@ -229,25 +225,14 @@ class Engine:
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""
-        prompts = count_tokens(self.model.tokenizer, [row.prompt for row in batch.rows])
+        tokenizer, room = self.model.tokenizer, self.facts.prompt_tokens
+        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], room)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(self.model.tokenizer, texts)
+        negatives = count_tokens(tokenizer, texts, room)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)
         ]
-
-    @contextmanager
-    def _errors_named(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(first_line(error)) from error
-        except torch.AcceleratorError as error:
-            raise DeviceLost(
-                f"{self.versions['device']} reports: {first_line(error)}. Everything committed is kept; "
-                "run the same command again"
-            ) from error
 
 
 def _padded(batch: Batch) -> tuple[Row, ...]:
@@ -263,51 +248,9 @@ def _outcome(
     return Image(row, result, batch_size, mode, count.read, count.dropped, seconds)
 
 
-def _load(job: Job, device: torch.device) -> Family:
-    dtype = _dtype(job.model.dtype or ("float32" if device.type == "cpu" else "float16"))
-    vae_dtype = None if job.model.vae_dtype is None else _dtype(job.model.vae_dtype)
-    with _quiet_libraries():
+def _load(job: Job, facts: Facts, device: torch.device) -> Family:
+    dtype = dtype_of(job.model.dtype, facts, device)
+    vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
+    with quiet_libraries():
         folder = find_model(job.model, has_checker=job.engine.safety_checker)
         return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Errors only from diffusers and transformers, whose advice while loading is for people who write pipelines."""
-    loggers = (diffusers.utils.logging, transformers.utils.logging)
-    before = [logger.get_verbosity() for logger in loggers]
-    for logger in loggers:
-        logger.set_verbosity_error()
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.set_verbosity(level)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def find_device(name: str | None) -> torch.device:
-    """The named device, else the first GPU, else the CPU. Raises UsageError if it is not there."""
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        num_gpus = torch.cuda.device_count()
-        there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
-        reason = first_line(error)
-        raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
-    return device
-
-
-def device_name(device: torch.device) -> str:
-    """What the pixels' last bits depend on: the GPU's model, or the kind of processor and its threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"

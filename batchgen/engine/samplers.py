@@ -20,6 +20,7 @@ from torch import Tensor
 
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.models.facts import Facts
+from batchgen.models.family import UNSHIFTED, Schedule
 from batchgen.wording import first_line
 
 Scheduler = Any
@@ -38,7 +39,7 @@ class NotAffineError(BatchgenError):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One sampler at one step count: n model evaluations, a form of T terms."""
+    """One sampler at one step count and schedule: n model evaluations, a form of T terms."""
 
     form: tuple[str, ...]
     timesteps: Tensor
@@ -60,28 +61,30 @@ class Table:
 
 
 class Samplers:
-    """The samplers of one loaded model: fresh schedulers, and tables kept per (sampler, steps)."""
+    """The samplers of one loaded model: fresh schedulers, and tables kept per (sampler, steps, schedule)."""
 
     def __init__(self, own: Scheduler, facts: Facts) -> None:
         self._own = own
         self._facts = facts
         self._templates: dict[str, Scheduler] = {}
-        self._tables: dict[tuple[str, int], Table] = {}
+        self._tables: dict[tuple[str, int, Schedule], Table] = {}
 
-    def scheduler(self, name: str, steps: int, device: torch.device | str = "cpu") -> Scheduler:
+    def scheduler(
+        self, name: str, steps: int, device: torch.device | str = "cpu", schedule: Schedule = UNSHIFTED
+    ) -> Scheduler:
         """A scheduler of its own, with timesteps set. Raises UsageError where diffusers cannot make it."""
         if name not in self._templates:
             self._templates[name] = self._build(name)
         scheduler = copy.deepcopy(self._templates[name])
-        scheduler.set_timesteps(steps, device=device)
+        schedule.set(scheduler, steps, device)
         return scheduler
 
-    def table(self, name: str, steps: int) -> Table:
+    def table(self, name: str, steps: int, schedule: Schedule = UNSHIFTED) -> Table:
         """The sampler's table. Raises NotAffineError where `models/facts.py` is wrong about it."""
-        key = (name, steps)
+        key = (name, steps, schedule)
         if key not in self._tables:
             form = tuple(self._facts.sampler_facts(name).form.split(","))
-            self._tables[key] = probe(lambda: self.scheduler(name, steps), form)
+            self._tables[key] = probe(lambda: self.scheduler(name, steps, schedule=schedule), form)
         return self._tables[key]
 
     def _build(self, name: str) -> Scheduler:
@@ -100,6 +103,19 @@ def step_arguments(scheduler: Scheduler, generator: object) -> dict[str, object]
     accepted = inspect.signature(scheduler.step).parameters
     offered = {"eta": 0.0, "generator": generator}
     return {name: value for name, value in offered.items() if name in accepted}
+
+
+def noise_scale(scheduler: Scheduler) -> float:
+    """What the first latents are of unit noise; a flow-matching scheduler has no word for it, since it is 1."""
+    return float(getattr(scheduler, "init_noise_sigma", 1.0))
+
+
+def scaled_input(scheduler: Scheduler, latents: Tensor, timestep: Tensor) -> Tensor:
+    """The latents as the network sees them; in flow matching as they are."""
+    if not hasattr(scheduler, "scale_model_input"):
+        return latents
+    scaled: Tensor = scheduler.scale_model_input(latents, timestep)
+    return scaled
 
 
 def update(coefficients: Tensor, terms: Sequence[Tensor]) -> Tensor:
@@ -137,7 +153,7 @@ def _read(scheduler: Scheduler, form: tuple[str, ...]) -> Table:
         coefficients=torch.tensor(rows, dtype=torch.float32),
         keeps=torch.tensor([i in kept for i in range(len(evaluations))]),
         draws=torch.tensor([evaluation.draws_noise for evaluation in evaluations]),
-        init_scale=float(scheduler.init_noise_sigma),
+        init_scale=noise_scale(scheduler),
     )
 
 
@@ -151,7 +167,7 @@ def _evaluate_units(scheduler: Scheduler) -> list[_Evaluation]:
     evaluations = []
     for i, timestep in enumerate(scheduler.timesteps):
         latents, prediction = units[i], units[n + i]
-        input_scale = float(scheduler.scale_model_input(latents, timestep)[0, i])
+        input_scale = float(scaled_input(scheduler, latents, timestep)[0, i])
         before = generator.get_state()
         moved = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0].flatten()
         draws_noise = not torch.equal(before, generator.get_state())
@@ -213,7 +229,7 @@ def _check(scheduler: Scheduler, table: Table) -> None:
             twin = torch.Generator("cpu")
             twin.set_state(own.get_state())
             noise = torch.randn(shape, generator=twin)
-        scaled = scheduler.scale_model_input(latents, timestep)
+        scaled = scaled_input(scheduler, latents, timestep)
         wanted = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
         values = {"x": latents, "x1": previous, "e": prediction, "z": noise}
         values |= {f"e{k + 1}": earlier for k, earlier in enumerate(predictions)}

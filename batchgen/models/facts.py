@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import UsageError
+from batchgen.records import Row
 
 OWN_UPDATE = ""
 """The form of a sampler that is no affine map per evaluation: it runs its own update, one (sampler, steps) at
@@ -56,19 +57,58 @@ class Facts:
     sampler: str
     """Defaults of the family, taken where neither manifest nor job file says anything."""
     text_length: int
+    """Tokens that the network is told of a prompt, padding included."""
     samplers: Mapping[str, SamplerFacts]
     """By short name, and by diffusers class."""
     guided_above: float | None = 1.0
-    """A row is guided if its guidance scale exceeds this; None where guidance is no matter."""
+    """A row is guided if the scale in its `guiding` column exceeds this; None where no row is guided."""
+    guiding: str = "guidance_scale"
+    """The column whose scale weighs prompt against negative prompt: guidance_scale, or true_cfg_scale."""
+    needs_negative: bool = False
+    """Whether a row is guided only if it has a negative prompt, be it the empty one."""
+    takes_negative: bool = True
+    """Whether a guided row may say what weighs against its prompt."""
+    takes_guidance_scale: bool = True
+    """Whether guidance_scale has any effect."""
     needs_torch: bool = True
     max_steps: int | None = None
     """Steps that the training schedule has; more cannot be asked for."""
     note: str = ""
     """What a person should be told before using the model."""
+    true_cfg_scale: float | None = None
+    """The default of that column; None where the family has none."""
+    is_captured: bool = True
+    """Whether steps are run by the engine, compiled or captured; else by diffusers' own pipeline, row by row."""
+    half_dtype: str = "float16"
+    """What its network runs in on a GPU, where the job says nothing."""
+    max_size: int | None = None
+    """Of width and of height; None where the network sets no bound."""
+    prompt_tokens: int = 0
+    """That the text encoder with the longest reach reads of a prompt, its markers left out; 0 without one."""
+    tokenizer: str = "tokenizer"
+    """The component that counts them."""
 
-    def is_guided(self, guidance_scale: float) -> bool:
-        """The family's own rule for running the network twice per step."""
-        return self.guided_above is not None and guidance_scale > self.guided_above
+    def is_guided(self, scale: float) -> bool:
+        """The family's own rule for running the network twice per step, for a row with a negative prompt."""
+        return self.guided_above is not None and scale > self.guided_above
+
+    def guides(self, row: Row) -> bool:
+        """Whether the network runs twice per step for a row."""
+        has_negative = row.negative_prompt is not None or not self.needs_negative
+        return has_negative and self.is_guided(getattr(row, self.guiding))
+
+    @property
+    def has_true_cfg(self) -> bool:
+        """Whether true_cfg_scale is a column of the family's."""
+        return self.true_cfg_scale is not None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that change an image."""
+        negative = ("negative_prompt",) if self.guided_above is not None and self.takes_negative else ()
+        guidance = ("guidance_scale",) if self.takes_guidance_scale else ()
+        true_cfg = ("true_cfg_scale",) if self.has_true_cfg else ()
+        return ("prompt", *negative, "width", "height", "steps", *guidance, *true_cfg, "sampler", "seed")
 
     def sampler_facts(self, name: str) -> SamplerFacts:
         """Facts of a sampler by name. Raises UsageError, with the nearest name, if there is none."""
@@ -285,6 +325,7 @@ def _latent_diffusion(
         samplers=samplers,
         guided_above=None if unet.get("time_cond_proj_dim") is not None else 1.0,
         max_steps=scheduler.get("num_train_timesteps", 1000),
+        prompt_tokens=text_length - 2,
     )
 
 

@@ -1,7 +1,9 @@
 """What the engine asks of a model family, and the pieces that families share.
 
-A family does what diffusers' pipeline does at four points: it encodes prompts to conditioning, draws a row's noise,
-predicts for one step, and decodes latents. B is the batch size; h and w are height and width over the VAE's scale (8).
+A family does what diffusers' pipeline does at five points: it encodes prompts to conditioning, draws a row's noise,
+places the timesteps, predicts for one step, and decodes latents. B is the batch size; h and w are height and width over
+the VAE's scale (8). Latents are pictures in the VAE's space for every family: one whose network takes a sequence of
+patches makes it within `predict`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +26,32 @@ Network = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """What a pipeline tells its scheduler of the timesteps beside their number."""
+
+    shift: float | None = None
+    """diffusers' `mu`: how far the image's size moves the steps towards noise; None where it does not."""
+    is_even: bool = False
+    """Whether the pipeline gives the noise levels itself, evenly from 1 to 1/n."""
+
+    def set(self, scheduler: Any, steps: int, device: torch.device | str) -> None:
+        """Set a scheduler's timesteps."""
+        shift = {} if self.shift is None else {"mu": self.shift}
+        if self.is_even:
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device=device, **shift)
+        else:
+            scheduler.set_timesteps(steps, device=device, **shift)
+
+
+UNSHIFTED = Schedule()
+
+
+@dataclass(frozen=True, slots=True)
 class Conditioning:
     """What the network is told beside latents and timesteps. All tensors lie on the device."""
 
     guidance: Tensor
-    """`[B]` float32: each row's guidance scale."""
+    """`[B]` float32: each row's scale of the guidance that doubles the batch."""
     is_guided: bool
     inputs: Mapping[str, Tensor]
     """By the network's names for them; `[B, …]`, or `[2B, …]` where the batch is guided: the negative prompts' half,
@@ -81,6 +105,9 @@ class Family(Protocol):
 
     def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
         """The batch's conditioning from its texts' encodings."""
+
+    def schedule(self, width: int, height: int, steps: int) -> Schedule:
+        """How the timesteps of images of a size in pixels are placed, of so many steps."""
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""

@@ -18,9 +18,9 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.job import Model
-from batchgen.models import demo, facts, hashes
+from batchgen.models import demo, facts, generic, hashes, signatures
 from batchgen.models.hub import cached, fetch, prefetch_command
-from batchgen.models.layouts import FAMILIES, Component
+from batchgen.models.layouts import FAMILIES, Component, Layout
 
 BUILT_IN = ("demo", "pattern")
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
@@ -56,14 +56,36 @@ class ModelFolder:
 
     @property
     def family(self) -> str:
-        """A key of FAMILIES."""
+        """The pipeline's class."""
         return str(self.index["_class_name"])
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether no family of its own knows the pipeline's class."""
+        return self.family not in FAMILIES
+
+    @property
+    def layout(self) -> Layout:
+        """What the folder has to hold."""
+        return generic.layout(self.index) if self.is_generic else FAMILIES[self.family]
 
     @property
     def components(self) -> Mapping[str, Component]:
         """By their subfolders' names."""
-        layout = FAMILIES[self.family]
-        return {**layout.components, **layout.checker} if self.has_checker else layout.components
+        layout = self.layout
+        wanted = {**layout.components, **layout.checker} if self.has_checker else layout.components
+        return {name: one for name, one in wanted.items() if not (one.is_optional and self.lacks(name))}
+
+    def lacks(self, component: str) -> bool:
+        """Whether model_index.json says that a component is not there."""
+        return self.index.get(component) in (None, [None, None])
+
+    @property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """All JSON configurations that there are, by component, and model_index.json under its own name."""
+        found = self.components.items()
+        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        return {"model_index.json": self.index, **own}
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
@@ -148,17 +170,17 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
     folder = find_model(model, has_checker=has_checker)
-    unet, vae, scheduler = (folder.config(component) for component in ("unet", "vae", "scheduler"))
-    found = FAMILIES[folder.family].facts(unet, vae, scheduler, _text_length(folder))
+    found = folder.layout.facts(folder.configs, 0 if folder.is_generic else _text_length(folder))
     if model.path == "demo":
         return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
     return found
 
 
 def _text_length(folder: ModelFolder) -> int:
-    """Tokens that a prompt is padded and cut to. Raises UsageError where the tokenizers do not say or do not agree."""
+    """Tokens that CLIP encoders pad and cut a prompt to. Raises UsageError where the tokenizers do not say or do not
+    agree."""
     lengths: dict[str, int] = {}
-    for file in (f"{name}/{one.config}" for name, one in folder.components.items() if one.is_tokenizer):
+    for file in (f"{name}/{one.config}" for name, one in folder.components.items() if one.is_clip_tokenizer):
         length = read_json(folder.path / file).get("model_max_length")
         if not isinstance(length, int) or length > 10_000:
             raise UsageError(f"{folder.path}/{file} lacks model_max_length, usually 77")
@@ -166,7 +188,7 @@ def _text_length(folder: ModelFolder) -> int:
     if len(set(lengths.values())) > 1:
         told = " and ".join(f"{length} in {file}" for file, length in lengths.items())
         raise UsageError(f"model folder {folder.path}: model_max_length is {told}; one length is needed, usually 77")
-    return lengths["tokenizer/tokenizer_config.json"]
+    return lengths.get("tokenizer/tokenizer_config.json", 0)
 
 
 def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
@@ -190,7 +212,8 @@ def architecture(model: Model) -> str:
     configs = []
     if model.path != "pattern":
         folder = find_model(model)
-        configs = [folder.config(component) for component in ("unet", "vae")]
+        known = folder.configs
+        configs = list(known.values()) if folder.is_generic else [known[folder.layout.network], known["vae"]]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -213,26 +236,48 @@ def _checked(folder: ModelFolder) -> ModelFolder:
         raise UsageError(f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}")
     family = folder.index.get("_class_name")
     if family not in FAMILIES:
-        raise UsageError(f"model {folder.name!r} is of family {family!r}; known families: {', '.join(FAMILIES)}")
+        _check_pipeline(folder, str(family))
     if folder.has_checker:
         _check_checker(folder)
     components = folder.components
     for name, component in components.items():
         _check_class(folder, name, component)
-    files = ["model_index.json", *(f"{name}/{component.config}" for name, component in components.items())]
+    files = ["model_index.json"]
+    if folder.is_generic:
+        files += generic.texts(path, components)
+    else:
+        files += [f"{name}/{component.config}" for name, component in components.items()]
     for file in files:
         if not (path / file).is_file():
             raise UsageError(f"model folder {path} lacks {file}; {_again(folder)}")
     for name, component in components.items():
-        if component.is_tokenizer:
+        if component.is_tokenizer and not folder.is_generic:
             files += _tokenizer_files(path, name)
         if component.weights is not None:
             files += _weight_files(folder, name, component.weights)
     return replace(folder, files=tuple(sorted(set(files))))
 
 
+def _check_pipeline(folder: ModelFolder, family: str) -> None:
+    """Raises UsageError for a pipeline that makes no images of text, or with components that are not diffusers'."""
+    reason = signatures.refusal(family)
+    if reason:
+        raise UsageError(
+            f"model {folder.name!r} is of family {family!r}, {reason}; known families: {', '.join(FAMILIES)}, and any "
+            "pipeline of diffusers that makes images of text"
+        )
+    for name, component in folder.components.items():
+        if not signatures.is_part(component.library):
+            raise UsageError(
+                f"model folder {folder.path}: model_index.json gives {name} as "
+                f"{[component.library, *component.classes]!r}; code that comes with a model is never run"
+            )
+        if not (folder.path / name).is_dir():
+            raise UsageError(f"model folder {folder.path} lacks {name}/; {_again(folder)}")
+
+
 def _check_checker(folder: ModelFolder) -> None:
-    if not FAMILIES[folder.family].checker:
+    if not folder.layout.checker:
         raise UsageError(
             f"model {folder.name!r} is of family {folder.family!r}, which has no safety checker; {_UNCHECKED}"
         )
@@ -254,7 +299,14 @@ def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
 
 
 def _tokenizer_files(path: Path, component: str) -> list[str]:
-    names = ("tokenizer.json", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+    names = (
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    )
     found = [name for name in names if (path / component / name).is_file()]
     if not {"tokenizer.json", "vocab.json"} & set(found):
         raise UsageError(f"model folder {path} lacks {component}/vocab.json or {component}/tokenizer.json")

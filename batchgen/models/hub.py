@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
+from batchgen.models import generic
 from batchgen.models.layouts import FAMILIES
 from batchgen.wording import first_line
 
@@ -34,7 +36,7 @@ def cached(model: Model, *, has_checker: bool = False) -> Path:
 @functools.cache
 def _found(model: Model) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
-    return _snapshot(model, is_local=True)
+    return _snapshot(model, file_patterns(model.variant), is_local=True)
 
 
 def fetch(model: Model, *, has_checker: bool = False) -> str:
@@ -43,7 +45,7 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
     reason = _refusal(model)
     if reason:
         try:
-            _snapshot(model, is_local=True)
+            _snapshot(model, file_patterns(model.variant), is_local=True)
         except Exception:
             raise UsageError(
                 f"model {model.path!r} cannot be fetched, the hub gave: {reason}; check the name, the network and, for "
@@ -51,7 +53,10 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
             ) from None
         return f"the hub gave: {reason}; what its cache holds is left as it is"
     try:
-        _snapshot(model, is_local=False, has_checker=has_checker)
+        place = _snapshot(model, file_patterns(model.variant, has_checker=has_checker))
+        index = json.loads((place / "model_index.json").read_bytes())
+        if index.get("_class_name") not in FAMILIES:
+            _snapshot(model, generic.patterns(index, model.variant))
     except Exception as error:
         raise UsageError(
             f"model {model.path!r} could not be fetched as a whole: {first_line(error)}; the same command goes on"
@@ -72,12 +77,14 @@ def _settings(keys: dict[str, str]) -> Iterable[str]:
         yield from ("--set", f"{key}={value}")
 
 
-def _snapshot(model: Model, *, is_local: bool, has_checker: bool = False) -> Path:
+def _snapshot(model: Model, patterns: Iterable[str], *, is_local: bool = False) -> Path:
+    """The model's folder in the cache, once it holds the files of these patterns."""
     from huggingface_hub import snapshot_download
 
-    patterns = list(file_patterns(model.variant, has_checker=has_checker))
     # By the revision's name, not its commit: the name is what the cache is asked for later.
-    place = snapshot_download(model.path, revision=model.revision, allow_patterns=patterns, local_files_only=is_local)
+    place = snapshot_download(
+        model.path, revision=model.revision, allow_patterns=list(patterns), local_files_only=is_local
+    )
     return Path(place)
 
 
@@ -101,7 +108,7 @@ def file_patterns(variant: str | None, *, has_checker: bool = False) -> Iterable
     for name, component in {name: one for some in components for name, one in some.items()}.items():
         yield f"{name}/{component.config}"
         if component.is_tokenizer:
-            yield from (f"{name}/*.json", f"{name}/*.txt")
+            yield from (f"{name}/*.json", f"{name}/*.txt", f"{name}/*.jinja")
         if stem := component.weights:
             yield f"{name}/{stem}{dotted}.safetensors"
             yield f"{name}/{stem}{dotted}-*-of-*.safetensors"

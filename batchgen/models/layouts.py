@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from batchgen.models import facts
+from batchgen.models import facts, flow_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,17 @@ class Component:
     config: str = "config.json"
     weights: str | None = None
     """The weights' file name without variant and ending; None where there are none."""
+    is_optional: bool = False
+    """Whether a folder may be without it, which model_index.json then says."""
 
     @property
     def is_tokenizer(self) -> bool:
         return self.config == "tokenizer_config.json"
+
+    @property
+    def is_clip_tokenizer(self) -> bool:
+        """Whether the tokenizer's own length is the one that prompts are padded to."""
+        return self.classes[0] == "CLIPTokenizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +36,11 @@ class Layout:
     """A model family as a folder."""
 
     components: Mapping[str, Component]
-    facts: Callable[[facts.Config, facts.Config, facts.Config, int], facts.Facts]
-    """Of the configurations of unet, vae and scheduler, and the tokenizer's length."""
+    facts: Callable[[Mapping[str, facts.Config], int], facts.Facts]
+    """Of the components' configurations, by name, with model_index.json under its own, and the CLIP tokenizers'
+    length."""
+    network: str = "unet"
+    """The component that predicts."""
     checker: Mapping[str, Component] = field(default_factory=dict)
     """The safety checker's components, which are read only if the job asks for it; none where the family has none."""
 
@@ -48,6 +58,34 @@ _COMPONENTS_XL: Mapping[str, Component] = {
     "text_encoder_2": Component("transformers", ("CLIPTextModelWithProjection",), weights="model"),
     "tokenizer_2": _TOKENIZER,
 }
+_TOKENIZER_T5 = Component("transformers", ("T5Tokenizer", "T5TokenizerFast"), "tokenizer_config.json", is_optional=True)
+_COMPONENTS_3: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("SD3Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS_XL["text_encoder_2"],
+    "tokenizer": _TOKENIZER,
+    "text_encoder_2": _COMPONENTS_XL["text_encoder_2"],
+    "tokenizer_2": _TOKENIZER,
+    "text_encoder_3": Component("transformers", ("T5EncoderModel",), weights="model", is_optional=True),
+    "tokenizer_3": _TOKENIZER_T5,
+    "scheduler": Component("diffusers", flow_facts.SCHEDULERS, "scheduler_config.json"),
+}
+_COMPONENTS_FLUX: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("FluxTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS["text_encoder"],
+    "tokenizer": _TOKENIZER,
+    "text_encoder_2": replace(_COMPONENTS_3["text_encoder_3"], is_optional=False),
+    "tokenizer_2": replace(_TOKENIZER_T5, is_optional=False),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
+_COMPONENTS_FLUX2: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("Flux2Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": Component("diffusers", ("AutoencoderKLFlux2",), weights="diffusion_pytorch_model"),
+    "text_encoder": Component("transformers", ("Qwen3ForCausalLM",), weights="model"),
+    "tokenizer": Component("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast"), "tokenizer_config.json"),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -58,8 +96,16 @@ _CHECKER: Mapping[str, Component] = {
     ),
 }
 
+
+def _of_unet(known: Callable[..., facts.Facts]) -> Callable[[Mapping[str, facts.Config], int], facts.Facts]:
+    return lambda configs, length: known(configs["unet"], configs["vae"], configs["scheduler"], length)
+
+
 FAMILIES: Mapping[str, Layout] = {
-    "StableDiffusionPipeline": Layout(_COMPONENTS, facts.stable_diffusion, _CHECKER),
-    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, facts.stable_diffusion_xl),
+    "StableDiffusionPipeline": Layout(_COMPONENTS, _of_unet(facts.stable_diffusion), checker=_CHECKER),
+    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(facts.stable_diffusion_xl)),
+    "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
+    "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
+    "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

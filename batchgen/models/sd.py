@@ -14,12 +14,14 @@ import torch
 
 from batchgen.models.family import Conditioning, Encoded
 from batchgen.models.folder import ModelFolder
-from batchgen.models.latent import LatentDiffusion, load_components, tokens
+from batchgen.models.latent import tokens
+from batchgen.models.loading import load_components
 from batchgen.models.safety import SafetyChecker
+from batchgen.models.unet import UNetDiffusion
 from batchgen.records import Row
 
 
-class StableDiffusion(LatentDiffusion):
+class StableDiffusion(UNetDiffusion):
     """A loaded pipeline on one device."""
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:

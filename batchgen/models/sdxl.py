@@ -16,12 +16,14 @@ from torch import Tensor
 from batchgen.errors import UsageError
 from batchgen.models.family import Conditioning, Encoded, doubled
 from batchgen.models.folder import ModelFolder
-from batchgen.models.latent import LatentDiffusion, load_components, tokens
+from batchgen.models.latent import tokens
+from batchgen.models.loading import load_components
 from batchgen.models.transfer import to_device
+from batchgen.models.unet import UNetDiffusion
 from batchgen.records import Row
 
 
-class StableDiffusionXL(LatentDiffusion):
+class StableDiffusionXL(UNetDiffusion):
     """A loaded pipeline on one device."""
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
@@ -69,7 +71,7 @@ class StableDiffusionXL(LatentDiffusion):
         return self._with_guidance(rows, is_guided, inputs)
 
     def _arguments(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """As LatentDiffusion._arguments: pooled embedding and sizes go by the name of added conditions."""
+        """As UNetDiffusion._arguments: pooled embedding and sizes go by the name of added conditions."""
         added = {name: inputs[name] for name in ("text_embeds", "time_ids")}
         return {name: one for name, one in inputs.items() if name not in added} | {"added_cond_kwargs": added}
 

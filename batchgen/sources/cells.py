@@ -26,6 +26,7 @@ TYPES: Mapping[str, pa.DataType] = {
     "num_images": pa.int32(),
     "seed": pa.uint64(),
     "guidance_scale": pa.float64(),
+    "true_cfg_scale": pa.float64(),
 }
 """Columns with a type of their own; every other column keeps the source's."""
 

@@ -1,0 +1,85 @@
+"""The device that a job is made on: found, named, and its errors told in our words."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import diffusers
+import torch
+import transformers
+
+from batchgen.errors import UsageError
+from batchgen.generator import DeviceLost, OutOfMemory
+from batchgen.models.facts import Facts
+from batchgen.version import VERSION
+from batchgen.wording import first_line
+
+
+def versions_of(device: torch.device, dtype: torch.dtype) -> Mapping[str, str]:
+    """What pixels may depend on beside the job."""
+    return {
+        "batchgen": VERSION,
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def dtype_of(name: str | None, facts: Facts, device: torch.device) -> torch.dtype:
+    """What the job names, else float32 on a CPU and the family's half precision on a GPU."""
+    dtype = getattr(torch, name or ("float32" if device.type == "cpu" else facts.half_dtype))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+@contextmanager
+def errors_named(device: str) -> Iterator[None]:
+    """Raises OutOfMemory and DeviceLost, which names the device, for what torch has for them."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(first_line(error)) from error
+    except torch.AcceleratorError as error:
+        raise DeviceLost(
+            f"{device} reports: {first_line(error)}. Everything committed is kept; run the same command again"
+        ) from error
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Errors only from diffusers and transformers, whose advice while loading is for people who write pipelines."""
+    loggers = (diffusers.utils.logging, transformers.utils.logging)
+    before = [logger.get_verbosity() for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.set_verbosity(level)
+
+
+def find_device(name: str | None) -> torch.device:
+    """The named device, else the first GPU, else the CPU. Raises UsageError if it is not there."""
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        num_gpus = torch.cuda.device_count()
+        there = ", ".join(["cpu", *(f"cuda:{i}" for i in range(num_gpus))])
+        reason = first_line(error)
+        raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What the pixels' last bits depend on: the GPU's model, or the kind of processor and its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()}, {torch.get_num_threads()} threads"

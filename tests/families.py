@@ -1,0 +1,345 @@
+"""Tiny random pipelines of every family, in real diffusers folders, and what diffusers' own pipeline makes of a row."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from batchgen.engine.whole import open_model
+from batchgen.models import demo
+from batchgen.records import Row
+from tests import tiny
+
+FLOW_SCHEDULER: dict[str, Any] = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler",
+    "num_train_timesteps": 1000,
+    "shift": 3.0,
+}
+SHIFTING_SCHEDULER: dict[str, Any] = FLOW_SCHEDULER | {
+    "use_dynamic_shifting": True,
+    "base_image_seq_len": 4,
+    "max_image_seq_len": 64,
+    "max_shift": 1.15,
+}
+FLOW_VAE: dict[str, Any] = demo.VAE | {
+    "latent_channels": 4,
+    "scaling_factor": 1.5,
+    "shift_factor": 0.06,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+CLIP: dict[str, Any] = demo.TEXT | {"projection_dim": 16}
+T5: dict[str, Any] = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "decoder_start_token_id": 0,
+}
+SD3: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "caption_projection_dim": 32,
+    "joint_attention_dim": T5["d_model"],
+    "pooled_projection_dim": CLIP["projection_dim"] + tiny.TEXT_2["projection_dim"],
+    "pos_embed_max_size": 16,
+}
+SD35: dict[str, Any] = SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": [0]}
+FLUX: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "pooled_projection_dim": CLIP["hidden_size"],
+    "guidance_embeds": True,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+def t5_tokenizer() -> Any:
+    """A T5 tokenizer of single characters."""
+    pieces = ["<pad>", "</s>", "<unk>", "▁", *map(chr, range(33, 127))]
+    return transformers.T5Tokenizer(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=512)
+
+
+def t5() -> Any:
+    return transformers.T5EncoderModel(transformers.T5Config(**T5)).eval()
+
+
+def clip(config: Mapping[str, Any], *, projects: bool = True) -> Any:
+    cls = transformers.CLIPTextModelWithProjection if projects else transformers.CLIPTextModel
+    return cls(transformers.CLIPTextConfig(**config)).eval()
+
+
+def scheduler(config: Mapping[str, Any]) -> Any:
+    return getattr(diffusers, config["_class_name"]).from_config(dict(config))
+
+
+def sd3(transformer: Mapping[str, Any], schedule: Mapping[str, Any], *, has_t5: bool) -> Any:
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=diffusers.SD3Transformer2DModel(**transformer).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=clip(CLIP),
+        tokenizer=demo.tokenizer(),
+        text_encoder_2=clip(tiny.TEXT_2),
+        tokenizer_2=demo.tokenizer(),
+        text_encoder_3=t5() if has_t5 else None,
+        tokenizer_3=t5_tokenizer() if has_t5 else None,
+    )
+
+
+def flux(transformer: Mapping[str, Any], schedule: Mapping[str, Any]) -> Any:
+    return diffusers.FluxPipeline(
+        transformer=diffusers.FluxTransformer2DModel(**transformer).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=clip(CLIP, projects=False),
+        tokenizer=demo.tokenizer(),
+        text_encoder_2=t5(),
+        tokenizer_2=t5_tokenizer(),
+    )
+
+
+PIXART: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 32,
+    "caption_channels": T5["d_model"],
+}
+CHROMA: dict[str, Any] = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "axes_dims_rope": (4, 6, 6),
+    "approximator_num_channels": 8,
+    "approximator_hidden_dim": 32,
+    "approximator_layers": 1,
+}
+
+
+def pixart() -> Any:
+    return diffusers.PixArtSigmaPipeline(
+        transformer=diffusers.PixArtTransformer2DModel(**PIXART).eval(),
+        scheduler=scheduler(tiny.SD1_SCHEDULER | {"_class_name": "DPMSolverMultistepScheduler"}),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
+def chroma() -> Any:
+    return diffusers.ChromaPipeline(
+        transformer=diffusers.ChromaTransformer2DModel(**CHROMA).eval(),
+        scheduler=scheduler(FLOW_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
+QWEN_TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+}
+QWEN_IMAGE: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": QWEN_TEXT["hidden_size"],
+    "axes_dims_rope": (8, 4, 4),
+}
+QWEN_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2, 2, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [0.1, 0.0, -0.1, 0.2],
+    "latents_std": [1.0, 1.5, 0.8, 1.2],
+}
+
+
+def qwen_tokenizer() -> Any:
+    """A Qwen tokenizer of single bytes."""
+    words = [*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    return transformers.Qwen2Tokenizer(
+        vocab={word: number for number, word in enumerate(words)},
+        merges=[],
+        pad_token="<|endoftext|>",
+        model_max_length=2048,
+        additional_special_tokens=words[-2:],
+    )
+
+
+def qwen_image() -> Any:
+    config = transformers.Qwen2_5_VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION)
+    return diffusers.QwenImagePipeline(
+        transformer=diffusers.QwenImageTransformer2DModel(**QWEN_IMAGE).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKLQwenImage(**QWEN_VAE).eval(),
+        text_encoder=transformers.Qwen2_5_VLForConditionalGeneration(config).eval(),
+        tokenizer=qwen_tokenizer(),
+    )
+
+
+FLUX2: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 3 * QWEN_TEXT["hidden_size"],
+    "axes_dims_rope": (4, 4, 4, 4),
+    "guidance_embeds": False,
+}
+FLUX2_VAE: dict[str, Any] = {
+    **{name: value for name, value in FLOW_VAE.items() if name not in ("scaling_factor", "shift_factor")},
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+}
+CHAT = (
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def flux2(*, is_distilled: bool) -> Any:
+    text = {**QWEN_TEXT, "num_hidden_layers": 28, "head_dim": 8, "rope_parameters": None}
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHAT
+    vae = diffusers.AutoencoderKLFlux2(**FLUX2_VAE).eval()
+    vae.bn.running_mean.uniform_(-0.2, 0.2)
+    vae.bn.running_var.uniform_(0.5, 1.5)
+    return diffusers.Flux2KleinPipeline(
+        transformer=diffusers.Flux2Transformer2DModel(**FLUX2).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=vae,
+        text_encoder=transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**text)).eval(),
+        tokenizer=tokenizer,
+        is_distilled=is_distilled,
+    )
+
+
+BUILT: Mapping[str, Callable[[], Any]] = {
+    "sd3": lambda: sd3(SD3, FLOW_SCHEDULER, has_t5=True),
+    "sd3.5": lambda: sd3(SD35, SHIFTING_SCHEDULER, has_t5=False),
+    "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
+    "klein": lambda: flux2(is_distilled=True),
+    "klein-base": lambda: flux2(is_distilled=False),
+    "pixart": pixart,
+    "qwen": qwen_image,
+    "chroma": chroma,
+    "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
+}
+"""Pipelines that a seed draws, by kind."""
+
+
+@functools.cache
+def folder(kind: str) -> Path:
+    """A saved pipeline of a kind: one of BUILT, or of `tiny.folder`."""
+    if kind not in BUILT:
+        return tiny.folder(kind)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = BUILT[kind]()
+        _enliven(made)
+    place = tiny.place() / kind
+    made.save_pretrained(place)
+    return place
+
+
+def _enliven(pipeline: Any) -> None:
+    """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
+    for name, one in pipeline.transformer.named_parameters():
+        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in")):
+            torch.nn.init.normal_(one, std=0.2)
+
+
+@functools.cache
+def engine(kind: str, mode: str = "eager") -> Any:
+    """What makes the rows of a kind: an Engine, or a WholePipeline."""
+    return open_model(tiny.job(folder(kind), f"engine.mode={mode}"), None)
+
+
+@functools.cache
+def pipeline(kind: str) -> Any:
+    return tiny.reference_pipeline(folder(kind))
+
+
+def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
+    """What diffusers' own pipeline makes of a row alone."""
+    pipe = pipeline(kind)
+    own: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    # Its state is of the row before.
+    pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
+    if "use_resolution_binning" in inspect.signature(pipe.__call__).parameters:
+        own["use_resolution_binning"] = False
+    if kind != "qwen":
+        own["guidance_scale"] = row.guidance_scale
+    if row.negative_prompt is not None:
+        own["negative_prompt"] = row.negative_prompt
+    return pipe(
+        prompt=row.prompt,
+        width=row.width,
+        height=row.height,
+        num_inference_steps=row.steps,
+        generator=torch.Generator("cpu").manual_seed(row.seed),
+        output_type=output_type,
+        **own,
+    ).images[0]
+
+
+def latents(kind: str, row: Row) -> torch.Tensor:
+    """`reference` before the decoder, `[C, h, w]`."""
+    made: torch.Tensor = reference(kind, row, "latent")
+    if not isinstance(pipeline(kind), diffusers.FluxPipeline):
+        return made
+    unpacked: torch.Tensor = diffusers.FluxPipeline._unpack_latents(made[None], row.height, row.width, 8)
+    return unpacked[0]
