@@ -46,6 +46,15 @@ class Seat:
     """None: the job's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the receipts say when a process has ended."""
+
+    has_committed: bool
+    num_left: int
+    """Rows that are not settled, whoever is to make them."""
+
+
 def seats_of(gpus: str | None, workers: int | None, job: Job) -> tuple[Seat, ...]:
     """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, and for
     GPUs that are not there."""
@@ -206,28 +215,30 @@ class Crew:
         self._kill("because it did not stop")
 
     def _handle_end(self, seat: Seat, child: Child) -> None:
-        """Say how a process ended, take back what it made and did not commit, and replace it if it crashed."""
+        """Take back what a process made and did not commit, and replace it if it crashed."""
         child.close()
         del self._at_work[seat]
         code = child.process.returncode
         is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
         self._codes[seat] = BatchgenError.exit_code if is_crash else code
-        if code == 0 and self._settled_s is None and (self._task.may_wait or not self._settle(child)[1]):
+        if code == 0 and self._settled_s is None and (self._task.may_wait or not self._settle(child).num_left):
             self._settled_s = time.monotonic()
-        if code in (0, OUT_OF_TIME_CODE):
-            return
-        has_committed, num_left = self._settle(child)
-        if self._told_s is not None:
-            return
-        self._deaths[seat] = 0 if has_committed else self._deaths[seat] + 1
-        is_replaced = is_crash and num_left > 0 and self._deaths[seat] < self._limit()
-        what_now = "another takes its place" if is_replaced else self._what_now(num_left, self._deaths[seat])
+        if code not in (0, OUT_OF_TIME_CODE):
+            account = self._settle(child)
+            if self._told_s is None:
+                self._replace(seat, child, account, is_crash=is_crash)
+
+    def _replace(self, seat: Seat, child: Child, account: Account, *, is_crash: bool) -> None:
+        """Say how a process ended, and start another if it crashed and may be replaced."""
+        self._deaths[seat] = 0 if account.has_committed else self._deaths[seat] + 1
+        is_replaced = is_crash and account.num_left > 0 and self._deaths[seat] < self._limit()
+        what_now = "another takes its place" if is_replaced else self._what_now(account.num_left, self._deaths[seat])
         self._progress.say(f"{seat.name}: {_epitaph(child)}; {what_now}")
         if is_replaced:
             self._start(seat)
 
-    def _settle(self, child: Child) -> tuple[bool, int]:
-        """Make the progress what the receipts say of a process; whether there is any, and how many rows are left."""
+    def _settle(self, child: Child) -> Account:
+        """Make the progress what the receipts say of a process that has ended."""
         ledger, index, me = self._task.ledger, self._task.index, self._task.ledger.owner
         assert me is not None
         made = failed = num_left = 0
@@ -236,7 +247,7 @@ class Crew:
             for one in filter(lambda one: child.wrote(one, me), state.committed):
                 made, failed = made + len(one.ok), failed + len(one.failed)
         self._progress.count(made - child.made, failed - child.failed)
-        return made + failed > 0, num_left
+        return Account(made + failed > 0, num_left)
 
     def _limit(self) -> int:
         """Deaths of a seat after which it stays empty."""

@@ -51,7 +51,9 @@ def start(manifest: Path, out: Path) -> subprocess.Popen[bytes]:
         "--model",
         str(tiny.folder("sd1")),
     ]
-    return subprocess.Popen([*command, "--set", "run.commit_every_s=1"])
+    # Timing would choose among modes and attention kernels by chance for a network as small as this.
+    keys = ("run.commit_every_s=1", "engine.mode=graph", "engine.attention=flash")
+    return subprocess.Popen([*command, *(word for key in keys for word in ("--set", key))])
 
 
 def hashes(out: Path) -> dict[str, str]:

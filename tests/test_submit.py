@@ -224,6 +224,17 @@ def test_another_job_in_the_directory_is_refused(slurm: Fakes) -> None:
     assert "sampling.seed: 0 there, 5 now" in ended.err
 
 
+def test_a_dry_run_refuses_what_the_real_one_would(slurm: Fakes, tmp_path: Path) -> None:
+    """Of a run that is planned: other keys of the plan."""
+    assert submit(prompts(3), "-o", "out").code == 0
+    before = sorted(tmp_path.rglob("*"))
+    ended = submit("m.parquet", "-o", "out", "--dry-run", "--set", "output.image=jpeg")
+    assert ended.code == 2
+    assert "is the run directory of another job" in ended.err
+    assert submit("m.parquet", "-o", "out", "--dry-run").code == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_cluster_may_change_between_submissions(slurm: Fakes) -> None:
     """Nothing of [slurm] is part of the run's fingerprint."""
     submit(prompts(3), "-o", "out", "--set", "slurm.partition=a")

@@ -96,7 +96,7 @@ def _left(request: Request, out: Path, job: Job, *, is_planned: bool, is_dry: bo
         planned = plan_manifest(request.manifest, job, reading_bar())
         say_planned(planned, job)
         return Left(planned.draft.cut.num_shards, planned.draft.cut.num_rows)
-    if not (is_dry or is_planned):
+    if not is_planned:
         open_run(run, request.manifest, job, lambda planned: say_planned(planned, job), reading_bar())
     return left_of(run, job.run.stale_after_s)
 
