@@ -16,6 +16,7 @@ from batchgen.bench.commands import bench
 from batchgen.console import end_planned, work
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
+from batchgen.importing import import_
 from batchgen.options import job_of, with_job_options
 from batchgen.prefetch import prefetch
 from batchgen.reporting.commands import report, sheet
@@ -269,30 +270,11 @@ def finalize(directory: Path, partial: bool) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(import_)
 cli.add_command(prefetch)
 cli.add_command(report)
 cli.add_command(sheet)
 cli.add_command(submit)
-
-
-@cli.command(name="import")
-@click.argument("source")
-@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The manifest.")
-@click.option("--column", "columns", multiple=True, metavar="NAME=SOURCE", help="Our column from SOURCE's column.")
-@click.option("--split", help="Of a data set.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
-def import_(source: str, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool) -> None:
-    """Make a manifest of a csv, tsv, jsonl, txt or data set.
-
-    \b
-    Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption
-    """
-    from batchgen.importer import import_rows
-
-    imported = import_rows(source, out, columns=_columns(columns), split=split, overwrite=overwrite)
-    for note in imported.notes:
-        say(note)
-    click.echo(f"{counted(imported.rows, 'row')} in {out}, columns {', '.join(imported.columns)}")
 
 
 def main() -> NoReturn:
@@ -316,10 +298,3 @@ def _check_words(words: list[str]) -> None:
     for word in words:
         if not is_utf8(word):
             raise UsageError(f"the argument {word!r} is not UTF-8; rename what it names")
-
-
-def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
-    for pair in pairs:
-        if "=" not in pair:
-            raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
-    return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}

@@ -1,8 +1,8 @@
 """Image files: pixels and a row's parameters to bytes, and back. The one seam to Pillow.
 
 The parameters travel as one JSON text: in PNG as the iTXt chunk "batchgen", in JPEG and WebP as the EXIF
-UserComment (there in ASCII, with JSON's own escapes, because EXIF has no UTF-8). Bytes depend on pixels,
-parameters and Pillow's version alone.
+UserComment (there in ASCII, with JSON's own escapes, because EXIF has no UTF-8); in PNG also, if asked for, in the
+form that other tools read (`infotext`). Bytes depend on pixels, parameters and Pillow's version alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin
 
+from batchgen import infotext
 from batchgen.errors import BatchgenError, RowError
 from batchgen.job import Output
 from batchgen.records import Pixels
@@ -36,7 +37,7 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def encode(pixels: Pixels, parameters: Mapping[str, Any] | None, output: Output) -> bytes:
-    """One image file; None embeds nothing.
+    """One image file, with what `output` says of the parameters inside; None embeds nothing.
 
     Raises RowError if the format cannot hold the picture or its parameters.
     """
@@ -44,11 +45,11 @@ def encode(pixels: Pixels, parameters: Mapping[str, Any] | None, output: Output)
     buffer = io.BytesIO()
     try:
         if output.image == "png":
-            image.save(buffer, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(parameters))
+            image.save(buffer, "PNG", compress_level=_PNG_LEVEL, pnginfo=_png_text(parameters, output))
         elif output.image == "jpeg":
-            image.save(buffer, "JPEG", quality=output.quality, exif=_exif(parameters))
+            image.save(buffer, "JPEG", quality=output.quality, exif=_exif(parameters, output))
         else:
-            image.save(buffer, "WEBP", quality=output.quality, method=_WEBP_METHOD, exif=_exif(parameters))
+            image.save(buffer, "WEBP", quality=output.quality, method=_WEBP_METHOD, exif=_exif(parameters, output))
     except (ValueError, OSError) as error:
         raise RowError(_cannot_hold(image, parameters, output, error)) from error
     return buffer.getvalue()
@@ -85,15 +86,17 @@ def decode(data: bytes) -> Pixels:
             return np.asarray(image.convert("RGB"))
 
 
-def _png_text(parameters: Mapping[str, Any] | None) -> PngImagePlugin.PngInfo:
+def _png_text(parameters: Mapping[str, Any] | None, output: Output) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
-    if parameters is not None:
+    if parameters is not None and output.embed:
         info.add_itxt(_KEYWORD, json.dumps(parameters, ensure_ascii=False))
+    if parameters is not None and output.png_info:
+        info.add_text(infotext.KEYWORD, infotext.infotext(parameters))
     return info
 
 
-def _exif(parameters: Mapping[str, Any] | None) -> bytes:
-    if parameters is None:
+def _exif(parameters: Mapping[str, Any] | None, output: Output) -> bytes:
+    if parameters is None or not output.embed:
         return b""
     exif = Image.Exif()
     exif[ExifTags.IFD.Exif] = {ExifTags.Base.UserComment: _ASCII + json.dumps(parameters).encode("ascii")}
@@ -101,7 +104,7 @@ def _exif(parameters: Mapping[str, Any] | None) -> bytes:
 
 
 def _cannot_hold(image: Image.Image, parameters: Mapping[str, Any] | None, output: Output, error: Exception) -> str:
-    num_bytes = len(_exif(parameters))
+    num_bytes = len(_exif(parameters, output))
     if output.image == "jpeg" and num_bytes > _MAX_EXIF_BYTES:
         return (
             f"the row's parameters take {num_bytes:,} bytes as EXIF and JPEG holds {_MAX_EXIF_BYTES:,}; "

@@ -1,6 +1,7 @@
 """`batchgen import`: a csv, tsv, jsonl or txt file, or a data set, becomes one Parquet manifest.
 
-Rows stream through in chunks, so memory does not grow with their number.
+Rows stream through in chunks, so memory does not grow with their number. `expansion` says what a row of the source
+may become, `product` makes it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.errors import UsageError
+from batchgen.expansion import Expansion, recipe
 from batchgen.filesystem import FileSystem, resumable
-from batchgen.sources.base import Source
+from batchgen.product import Product
+from batchgen.sources.base import Nothing, Source
 from batchgen.sources.hub import HubTable
 from batchgen.sources.jsonlines import JsonLines
 from batchgen.sources.tables import Table
@@ -55,25 +58,39 @@ class Imported:
 
 
 def import_rows(
-    source: str,
+    source: str | None,
     out: Path,
     *,
     columns: Mapping[str, str] | None = None,
     split: str | None = None,
     overwrite: bool = False,
+    expansion: Expansion = Expansion(),  # noqa: B008
 ) -> Imported:
-    """Write the rows of `source` to the Parquet file `out`, whole or not at all.
+    """Write the rows of `source`, and what an expansion makes of each, to the Parquet file `out`, whole or not at all.
 
     `columns` maps the manifest's name of a column to the source's; every other column keeps its name. `split`
-    is for data sets. Raises UsageError for what cannot be taken, Interrupted if the disk fails.
+    is for data sets. Without a source, the expansion alone makes rows. Raises UsageError for what cannot be taken,
+    Interrupted if the disk fails.
     """
     _check_out(out, overwrite)
-    table = _open(source, split)
-    renamed = _renamed(table.names, dict(columns or {}), source)
+    table = Nothing() if source is None else _open(source, split)
+    _check_sourceless(source, columns, split)
+    renamed = _renamed(table.names, dict(columns or {}), source, not expansion.makes_prompts) if source else {}
     notes: list[str] = []
+    batches = table.batches(renamed, notes)
+    if expansion or source is None:
+        product = Product(recipe(expansion, list(renamed.values()), source), source or "the grid")
+        product.read(lambda: table.batches(renamed, []))
+        batches = product.rows(batches)
     with _in_place(out) as temporary:
-        rows = _write(table.batches(renamed, notes), temporary, source)
-    return Imported(rows, tuple(renamed.values()), tuple(notes))
+        rows, names = _write(batches, temporary, source)
+    return Imported(rows, names, tuple(notes))
+
+
+def _check_sourceless(source: str | None, columns: Mapping[str, str] | None, split: str | None) -> None:
+    option = "--column" if columns else "--split" if split is not None else ""
+    if source is None and option:
+        raise UsageError(f"{option} is for a SOURCE, and there is none; name a file or a data set")
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -111,7 +128,7 @@ def _looks_like_file(source: str) -> bool:
     return is_table or source.startswith(".") or _HUB_NAME.fullmatch(source) is None
 
 
-def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str, str]:
+def _renamed(names: list[str], columns: dict[str, str], source: str, needs_prompt: bool) -> dict[str, str]:
     """The manifest's name of each of the source's columns."""
     if not names:
         raise UsageError(f"{source} has no rows")
@@ -122,7 +139,7 @@ def _renamed(names: list[str], columns: dict[str, str], source: str) -> dict[str
     _refuse_twins(list(columns.values()), f"{source}: --column takes a column twice")
     theirs_to_ours = {theirs: ours for ours, theirs in columns.items()}
     renamed = {name: theirs_to_ours.get(name, name) for name in names}
-    if "prompt" not in renamed.values():
+    if needs_prompt and "prompt" not in renamed.values():
         _refuse_separator(names, source)
         raise UsageError(f"{source} has no column prompt; {_found(names)}. Add --column prompt={_nearest(names)}")
     if "" in renamed.values():
@@ -182,7 +199,8 @@ def _in_place(out: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _write(batches: Iterator[pa.RecordBatch], path: Path, source: str) -> int:
+def _write(batches: Iterator[pa.RecordBatch], path: Path, source: str | None) -> tuple[int, tuple[str, ...]]:
+    """The number of rows, and the names of their columns."""
     first = next(batches, None)
     if first is None:
         raise UsageError(f"{source} has no rows")
@@ -192,4 +210,4 @@ def _write(batches: Iterator[pa.RecordBatch], path: Path, source: str) -> int:
         for batch in batches:
             writer.write_batch(batch)
             rows += batch.num_rows
-    return rows
+    return rows, tuple(first.schema.names)

@@ -15,7 +15,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from batchgen.errors import UsageError
 
@@ -132,8 +141,18 @@ class Output(_Table):
     """Of jpeg and webp; png knows none."""
     embed: bool = True
     """Whether a row's parameters travel inside its image file."""
+    png_info: bool = False
+    """Whether PNG files hold them also in the form that the Stable Diffusion web UI's tab "PNG Info" reads."""
     encoders: _Few | None = None
     """Encoder threads; None is one per usable core, at most 8."""
+
+    @field_validator("png_info")
+    @classmethod
+    def _is_of_png(cls, value: bool, known: ValidationInfo) -> bool:
+        image = known.data.get("image", "png")
+        if value and image != "png":
+            raise ValueError(f'only PNG files hold such a text, and output.image is "{image}"; leave one of them out')
+        return value
 
 
 class Run(_Table):

@@ -102,8 +102,7 @@ class PartWriter:
     def _member(self, image: Image) -> Member:
         row = image.row
         file = f"{file_stem(row.id, row.image_number)}.{EXTENSIONS[self._output.image]}"
-        embedded = parameters(row, self._model) if self._output.embed else None
-        data = codec.encode(image.pixels, embedded, self._output)
+        data = codec.encode(image.pixels, parameters(row, self._model), self._output)
         file_name = published_name(self._stem, self._container.suffix, file)
         member = Member(row, file, data, describe(image, data, file_name, self._output.image))
         with resumable(self._path):

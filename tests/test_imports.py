@@ -40,8 +40,8 @@ LAYERS = [
     records slurm.programs
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
-    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
-    sources.base
+    generator infotext manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
+    sources.base template
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
@@ -49,9 +49,9 @@ LAYERS = [
     models.folder identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 checks planner spill encoders formats parts card sources.cells
+    models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
-    modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
+    product modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
     engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
     engine.devices engine.engine engine.whole balance differences progress stopping importer
@@ -76,7 +76,7 @@ LAYERS = [
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath
     bench.soak
-    bench.commands slurm.commands reporting.commands console prefetch
+    bench.commands slurm.commands reporting.commands console prefetch importing
     cli
     """.strip().splitlines()
 ]

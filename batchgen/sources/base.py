@@ -33,6 +33,16 @@ class Source(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Nothing:
+    """No source: one row without columns, for a grid or a template to multiply."""
+
+    names: list[str] = field(default_factory=list)
+
+    def batches(self, renamed: Mapping[str, str], notes: list[str]) -> Iterator[pa.RecordBatch]:
+        yield pa.RecordBatch.from_struct_array(pa.array([{}], pa.struct([])))
+
+
 @dataclass(frozen=True, slots=True)
 class Record(Generic[Values]):
     """One row of a text file."""

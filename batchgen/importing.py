@@ -1,0 +1,58 @@
+"""The command `import`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from batchgen.saying import say
+from batchgen.wording import counted
+
+_MOST_IMAGES = 10_000_000
+_MANY = 2**40
+
+
+@click.command(name="import")
+@click.argument("source", required=False)
+@click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The manifest.")
+@click.option("--column", "columns", multiple=True, metavar="NAME=SOURCE", help="Our column from SOURCE's column.")
+@click.option("--split", help="Of a data set.")
+@click.option("--grid", multiple=True, metavar="NAME=VALUES", help="Each row once for each of a,b or of @FILE's lines.")
+@click.option(
+    "--template", "templates", multiple=True, metavar="TEXT|@FILE", help='Prompts from columns: "a {color} {animal}".'
+)
+@click.option("--sizes", type=click.Path(path_type=Path), help="Each row in each size of a file, 768x512 a line.")
+@click.option("--one-size", is_flag=True, help="Each row in one of the sizes, drawn by its id.")
+@click.option("--num-images", type=click.IntRange(1, 2**31 - 1), help="Images of each row, each with its own seed.")
+@click.option(
+    "--max-images", type=click.IntRange(1, _MANY), default=_MOST_IMAGES, help="Refuse to plan more [default: 10000000]."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
+def import_(
+    source: str | None, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool, **options: Any
+) -> None:
+    """Make a manifest of a csv, tsv, jsonl, txt or data set, of a grid of values, or of both.
+
+    \b
+    Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption --grid steps=20,30
+    """
+    from batchgen.expansion import Expansion
+    from batchgen.importer import import_rows
+
+    expansion = Expansion(**options)
+    imported = import_rows(
+        source, out, columns=_columns(columns), split=split, overwrite=overwrite, expansion=expansion
+    )
+    for note in imported.notes:
+        say(note)
+    many = f", {counted(expansion.num_images, 'image')} each" if expansion.num_images else ""
+    click.echo(f"{counted(imported.rows, 'row')}{many} in {out}, columns {', '.join(imported.columns)}")
+
+
+def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
+    return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}
