@@ -76,7 +76,7 @@ class Recipe:
         images = rows * (self.num_images or 1)
         if images <= self.max_images:
             return
-        factors = [counted(source_rows, "row of the source")] if source_rows > 1 else []
+        factors = [f"{source_rows:,} rows of the source"] if source_rows > 1 else []
         factors += [f"{len(axis):,} of {axis.name}" for axis in self.axes]
         factors += [f"{self.num_images:,} images each"] if self.num_images else []
         raise UsageError(
@@ -112,7 +112,7 @@ def _templates(options: Iterable[str]) -> tuple[Template, ...]:
     texts: list[str] = []
     for option in options:
         is_file = option.startswith("@")
-        texts += values_of_file(Path(option[1:]), f"--template {shorten(option)}") if is_file else [option]
+        texts += values_of_file(Path(option[1:]), f"--template {shorten(option)!r}") if is_file else [option]
     return tuple(map(read_template, texts))
 
 

@@ -33,7 +33,7 @@ _MANY = 2**40
 def import_(
     source: str | None, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool, **options: Any
 ) -> None:
-    """Make a manifest of a csv, tsv, jsonl, txt or data set, of a grid of values, or of both.
+    """Make a manifest of a csv, tsv, jsonl, txt, data set or grid.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption --grid steps=20,30

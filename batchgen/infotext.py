@@ -67,6 +67,6 @@ def _number(value: float) -> str:
 
 
 def _quoted(value: str) -> str:
-    """As it is, or as a JSON string where it holds a separator of the form."""
-    is_plain = not any(separator in value for separator in ",:\n")
+    """As it is, or as a JSON string where it holds a separator of the form or begins like one."""
+    is_plain = value == value.strip() and not any(mark in value for mark in ',:\n"')
     return value if is_plain else json.dumps(value, ensure_ascii=False)

@@ -22,7 +22,7 @@ from batchgen.columns import is_text
 from batchgen.errors import UsageError
 from batchgen.expansion import Recipe
 from batchgen.sources.base import CHARACTERS_PER_CHUNK, ROWS_PER_CHUNK, shorten
-from batchgen.wording import counted, listed
+from batchgen.wording import listed
 
 Batches: TypeAlias = Callable[[], Iterator[pa.RecordBatch]]
 Places: TypeAlias = npt.NDArray[np.int64]
@@ -165,7 +165,7 @@ class Product:
         if twins:
             told = [f"{shorten(base)} (rows {listed(list(map(str, rows)))})" for base, rows in twins.items()]
             raise UsageError(
-                f"{self.source}: {counted(len(twins), 'id')} stand in more than one row: "
+                f"{self.source}: ids stand in more than one row: "
                 f"{listed(told[:_SHOWN], len(told))}; give each row an id of its own"
             )
 

@@ -192,14 +192,18 @@ def fingerprint(job: Job, facts: Facts, manifest: Manifest | None = None) -> dic
     if manifest is not None:
         columns = json.dumps(dict(sorted(job.columns.items())), ensure_ascii=False)
         fields |= {"manifest.files": manifest.content_hash(), "columns": columns}
-    for table, keys in job.model_dump().items():
-        if table not in _FREE:
-            fields |= {
-                f"{table}.{key}": json.dumps(value, ensure_ascii=False)
-                for key, value in keys.items()
-                if f"{table}.{key}" not in _FREE
-            }
-    return fields
+    return fields | _keys(job)
+
+
+def _keys(job: Job) -> dict[str, str]:
+    """Every key of the job that is not free."""
+    return {
+        f"{table}.{key}": json.dumps(value, ensure_ascii=False)
+        for table, keys in job.model_dump().items()
+        if table not in _FREE
+        for key, value in keys.items()
+        if f"{table}.{key}" not in _FREE
+    }
 
 
 def _freeze(
@@ -266,6 +270,7 @@ def check_differences(
     """Refuse a job whose fingerprint (that without a manifest) is another one than the run's, and a draft of a
     manifest that has not the same rows; where it may grow, more rows are no difference."""
     theirs = {name: value for name, value in index.fingerprint.items() if name not in _OF_MANIFEST}
+    theirs = _keys(Job()) | theirs  # A key that the run's version did not know has its default there.
     ours = {name: value for name, value in ours.items() if name not in _OF_MANIFEST}
     if index.model != job.model.path and ours != theirs:
         ours["model.path"], theirs["model.path"] = job.model.path, index.model

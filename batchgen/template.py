@@ -4,9 +4,9 @@ The grammar is `str.format`'s, names alone: `{name}` is a column's text, `{{` an
 the standard library's `string.Formatter` and filled in by Arrow, column by column: a template holds no code, what is
 filled in is never read as a template, and a million prompts take a fraction of a second.
 
-Weighed and left: jinja2's sandbox is a programming language, whose loops and filters hide how many rows come of a
-template, at a Python call for each row. dynamicprompts (its last release is of 2024) enumerates texts, but not which
-value stands where, so that columns and ids cannot name them, and gives a meaning to `__`, `$$`, `|` and `#` in prompts.
+Weighed and left: jinja2's sandbox is a programming language, where a prompt wants names alone (and 18 µs a prompt
+on one core). dynamicprompts (90 µs a prompt, last released in 2024) enumerates texts, but not which value stands where,
+so that columns and ids could not name them, and gives a meaning to `__`, `$$`, `|` and `#` in prompts.
 `string.Template`'s `$name` is eaten by a shell's double quotes.
 """
 

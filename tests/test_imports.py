@@ -37,10 +37,10 @@ LAYERS = [
     line.split()
     for line in """
     errors version wording streams slurm.environment timeleft schedule ranges
-    records slurm.programs
+    records slurm.programs infotext
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
-    generator infotext manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
+    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base template
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
@@ -51,8 +51,8 @@ LAYERS = [
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
-    product modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
-    engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
+    modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
+    product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
     engine.devices engine.engine engine.whole balance differences progress stopping importer
     rundir making

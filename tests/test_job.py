@@ -50,6 +50,7 @@ VALUES: dict[str, Any] = {
     "output.quality": 80,
     "output.embed": False,
     "output.encoders": 3,
+    "output.png_info": True,
     "run.grace_s": 12.5,
     "run.commit_every_s": 60,
     "run.stale_after_s": 0.5,

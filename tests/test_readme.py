@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli import cli
@@ -22,8 +24,8 @@ README = (runs.ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def block(language: str) -> str:
-    """The one block of a language."""
-    (text,) = re.findall(rf"```{language}\n(.+?)```", README, re.DOTALL)
+    """The one block of a language that is no recipe."""
+    (text,) = re.findall(rf"(?<!-->)\n```{language}\n(.+?)```", README, re.DOTALL)
     return str(text)
 
 
@@ -55,6 +57,58 @@ def test_the_chain_of_all_commands_and_the_python_code_run(tmp_path: Path, monke
     closing_line = "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"
     assert code.stdout.splitlines() == ["2 images", f"{closing_line} 0"], code.stderr
     assert ended[-1].closing_line == closing_line
+
+
+RECIPES = re.findall(r"<!-- recipe: (\w+) -->\n```python\n(.+?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_recipes_read_a_run_with_the_libraries_themselves(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    seeds, widths, texts = [2**64 - 1, 2**53 + 1, 5], [64, 72, 80], ["prompt 0", "prompt 1", "prompt 2"]
+    columns = {"id": ["a", "b", "c"], "prompt": texts, "seed": pa.array(seeds, pa.uint64()), "width": widths}
+    source = runs.manifest(tmp_path / "m.parquet", columns | {"height": [64] * 3})
+    output, code = RECIPES[number]
+    assert runs.run(source, Path("out"), "--format", output).code == 0
+    found: dict[str, Any] = {}
+    exec(code, found)
+    if "rows" in found:
+        pairs = [(one["image"].size, one["prompt"]) for one in found["rows"]]
+    elif "images" in found:
+        pairs = [(found["images"][n][0].size, found["images"][n][1]["prompt"]) for n in range(len(found["images"]))]
+    elif "pairs" in found:
+        pairs = found["pairs"]
+    else:
+        ((_, count, most),) = found["counts"].fetchall()
+        assert (count, most) == (3, 2**64 - 1)
+        assert found["table"]["seed"].tolist() == seeds
+        assert len(found["long"]) == 0
+        return
+    assert sorted(pairs) == [((width, 64), text) for width, text in zip(widths, texts, strict=True)]
+
+
+def test_every_recipe_is_tried() -> None:
+    assert len(RECIPES) == 4 == README.count("<!-- recipe:")
+
+
+def test_the_expansion_does_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (commands,) = re.findall(r"<!-- expansion -->\n```bash\n(.+?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for line in commands.splitlines():
+        if line.startswith("batchgen"):
+            ended = runs.batchgen(*shlex.split(line.removeprefix("batchgen ")))
+            assert ended.code == 0, ended.err
+        else:
+            subprocess.run(["bash", "-euc", line], check=True)
+    foxes, grid = (pq.read_table(f"{name}.parquet") for name in ("foxes", "grid"))
+    assert (foxes.num_rows, grid.num_rows) == (3 * 2 * 2 * 2, 2 * 2 * 3 * 3)
+    assert foxes["prompt"][0].as_py() == "a red fox, oil painting"
+    (named,) = re.findall(r"such as `(cat-07_\S+)`:", README)
+    assert named in grid["id"].to_pylist()
+    assert grid["prompt"][0].as_py() == "a cat on a sofa, film photo"
 
 
 def test_job_file_loads(tmp_path: Path) -> None:
