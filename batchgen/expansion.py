@@ -103,6 +103,8 @@ def recipe(expansion: Expansion, names: Sequence[str], source: str | None) -> Re
         _check_use(template, grids, names)
     if not (templates or "prompt" in [*names, *(axis.name for axis in grids)]):
         raise UsageError("there are no prompts: name a source, or add --template or --grid prompt=@FILE")
+    if source is None and made == [sizes] and expansion.one_size:
+        raise UsageError("--one-size draws for many rows, and there is one; leave it out, or add a source or --grid")
     axes = made[:-1] if sizes and expansion.one_size else made
     drawn = sizes if expansion.one_size else None
     return Recipe(tuple(axes), drawn, templates, expansion.num_images, expansion.max_images)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,9 +20,10 @@ from hypothesis import strategies as st
 from batchgen import product
 from batchgen.axes import mark
 from batchgen.errors import UsageError
-from batchgen.expansion import Expansion
+from batchgen.expansion import Expansion, recipe
 from batchgen.importer import import_rows
 from batchgen.names import file_stem
+from batchgen.sources import base
 from batchgen.template import read_template
 from tests import runs
 
@@ -165,6 +167,35 @@ def test_rows_that_are_alike_are_numbered(tmp_path: Path) -> None:
     assert cat.startswith("a-cat-")
 
 
+def test_a_data_set_is_a_source_like_any_other(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"id": [3, 4], "animal": ["fox", "owl"], "scores": [[1.5], []]})
+    data.save_to_disk(str(tmp_path / "set"))
+    made = rows(str(tmp_path / "set"), tmp_path, templates=("a {color} {animal}",), grid=("color=red,blue",))
+    assert [row["id"] for row in made] == ["3_color-red", "3_color-blue", "4_color-red", "4_color-blue"]
+    assert made[2] == {
+        "id": "4_color-red", "prompt": "a red owl", "color": "red", "animal": "owl", "scores": []
+    }  # fmt: skip
+
+
+def test_a_product_of_any_size_is_made_a_chunk_at_a_time(tmp_path: Path) -> None:
+    """A trillion rows: whatever held more than a chunk of them would never end."""
+    grid = tuple(listed(tmp_path, name, [f"{name} {n}" for n in range(1000)]) for name in "abcd")
+    asked = Expansion(grid=grid, templates=("{a} {b} {c} {d}",), max_images=10**12)
+    made = product.Product(recipe(asked, [], None), "the grid")
+    made.read(lambda: base.Nothing().batches({}, []))
+    batch = next(made.rows(base.Nothing().batches({}, [])))
+    assert batch.num_rows == base.ROWS_PER_CHUNK
+    assert batch.column("prompt")[65_000].as_py() == "a 0 b 0 c 65 d 0"
+
+
+def test_long_rows_make_short_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "CHARACTERS_PER_CHUNK", 40_000)
+    (tmp_path / "p.txt").write_text("".join(f"{letter * 10_000}\n" for letter in "abc"))
+    rows(str(tmp_path / "p.txt"), tmp_path, grid=("seed=1,2,3,4,5",))
+    groups = pq.ParquetFile(tmp_path / "out.parquet").metadata
+    assert [groups.row_group(n).num_rows for n in range(groups.num_row_groups)] == [3, 3, 3, 3, 3]
+
+
 # Sizes
 
 
@@ -233,6 +264,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"templates": ("a",), "sizes": Path("SIZES"), "grid": ("width=8",)}, "--sizes gives each row its width, and so"),
     ({"templates": ("a",), "sizes": Path("WRONG")}, "'12' is no size; each line is one, such as 768x512"),
     ({"templates": ("a",), "sizes": Path("HEADER")}, "the list is empty"),
+    ({"templates": ("a",), "sizes": Path("SIZES"), "one_size": True}, "draws for many rows, and there is one"),
     ({"grid": ("steps=2,3",)}, "there are no prompts: name a source, or add --template or --grid prompt=@FILE"),
     ({}, "there are no prompts"),
 ]  # fmt: skip

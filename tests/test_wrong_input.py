@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen import rundir
 from batchgen.errors import UsageError
 from batchgen.job import load_job
 from batchgen.runner import run_job
@@ -56,6 +57,20 @@ def test_directory_of_another_job(tmp_path: Path, source: Path) -> None:
     said = refused("run", source, "-o", tmp_path / "out", "--model", "pattern", "--set", "sampling.steps=7")
     assert "sampling.steps" in said
     assert "7" in said
+
+
+def test_a_key_that_the_run_s_version_did_not_know_has_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, keys = runs.prompts(tmp_path / "m.parquet", 2), rundir._keys
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            rundir, "_keys", lambda job: {k: value for k, value in keys(job).items() if k != "output.png_info"}
+        )
+        assert runs.run(source, tmp_path / "out").code == 0
+    assert runs.run(source, tmp_path / "out").code == 0
+    said = refused("run", source, "-o", tmp_path / "out", "--model", "pattern", "--set", "output.png_info=true")
+    assert "output.png_info: false there, true now" in said
 
 
 class TestAnotherManifest:
