@@ -136,15 +136,15 @@ def _check_grid(name: str, placeholders: set[str], names: Sequence[str]) -> None
 
 def _refuse_overlap(axes: Sequence[Axis], names: Sequence[str], expansion: Expansion, source: str | None) -> None:
     """Raises UsageError where two givers say what stands in one column."""
-    giver = dict.fromkeys(names, f"{source} has it as a column")
+    giver = dict.fromkeys(names, f"{source} has as a column")
     added = [(column, _option(axis)) for axis in axes for column in axis.columns]
     added += [("num_images", "--num-images")] if expansion.num_images else []
     for column, option in added:
         if column in giver:
             raise UsageError(
-                f"{option} gives each row its {column}, and so does another: {giver[column]}; leave one of them out"
+                f"{option} gives each row its {column}, which {giver[column]} already; leave one of them out"
             )
-        giver[column] = f"{option} gives it"
+        giver[column] = f"{option} gives"
 
 
 def _option(axis: Axis) -> str:

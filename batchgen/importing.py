@@ -10,7 +10,6 @@ import click
 from batchgen.saying import say
 from batchgen.wording import counted
 
-_MOST_IMAGES = 10_000_000
 _MANY = 2**40
 
 
@@ -23,11 +22,18 @@ _MANY = 2**40
 @click.option(
     "--template", "templates", multiple=True, metavar="TEXT|@FILE", help='Prompts from columns: "a {color} {animal}".'
 )
-@click.option("--sizes", type=click.Path(path_type=Path), help="Each row in each size of a file, 768x512 a line.")
-@click.option("--one-size", is_flag=True, help="Each row in one of the sizes, drawn by its id.")
-@click.option("--num-images", type=click.IntRange(1, 2**31 - 1), help="Images of each row, each with its own seed.")
 @click.option(
-    "--max-images", type=click.IntRange(1, _MANY), default=_MOST_IMAGES, help="Refuse to plan more [default: 10000000]."
+    "--sizes", type=click.Path(path_type=Path), metavar="FILE", help="Each row in each size of a file, 768x512 a line."
+)
+@click.option("--one-size", is_flag=True, help="Each row in one of the sizes, drawn by its id.")
+@click.option(
+    "--num-images", type=click.IntRange(1, 2**31 - 1), metavar="N", help="Images of each row, each with its own seed."
+)
+@click.option(
+    "--max-images",
+    type=click.IntRange(1, _MANY),
+    metavar="N",
+    help="Refuse to make rows for more [default: 10000000].",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(
@@ -41,7 +47,7 @@ def import_(
     from batchgen.expansion import Expansion
     from batchgen.importer import import_rows
 
-    expansion = Expansion(**options)
+    expansion = Expansion(**{name: value for name, value in options.items() if value is not None})
     imported = import_rows(
         source, out, columns=_columns(columns), split=split, overwrite=overwrite, expansion=expansion
     )
