@@ -33,7 +33,8 @@ _SHOWN = 20
 @dataclass(slots=True)
 class Product:
     """A recipe over a source that can be read twice: once to count its rows and find ids that stand twice, once to
-    make them. Memory grows by 8 bytes with each row of the source, and with none of the product's."""
+    make them. Memory grows by 8 bytes with each row of the source, by a little more with each that stands again, and
+    with none of the product's."""
 
     recipe: Recipe
     source: str
