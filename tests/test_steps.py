@@ -261,6 +261,41 @@ def test_a_decode_that_does_not_fit_frees_the_graphs_and_then_halves_its_chunk(
     assert sum("at once does not fit" in line for line in graph.said) == 2
 
 
+@pytest.mark.parametrize("call", [1, 4, 6], ids=["first call", "capture", "eager comparison"])
+def test_a_captured_decode_that_does_not_fit_is_launched(
+    eager: Run, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Wherever in its preparation memory runs out: with the decoder's own graph counted, there would always be some to
+    free, and no end."""
+    graph, num_calls = Run("graph"), 0
+    prepare, right = graph.engine._decoder._prepare, graph.engine.model.decode
+
+    def decode(decoder: Network, latents: torch.Tensor) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if is_preparing and num_calls >= call:
+            raise torch.OutOfMemoryError("no room")
+        return right(decoder, latents)
+
+    def preparing(padded: torch.Tensor, mode: str) -> object:
+        nonlocal is_preparing, num_calls
+        is_preparing, num_calls = mode == "graph", 0
+        try:
+            return prepare(padded, mode)
+        finally:
+            is_preparing = False
+
+    is_preparing = False
+    monkeypatch.setattr(graph.engine._decoder, "_prepare", preparing)
+    monkeypatch.setattr(graph.engine.model, "decode", decode)
+    for _ in range(2):
+        made = graph.make(mixed("ddim"))
+        assert [one.mode for one in made] == ["graph"] * 3
+        for one, wanted in zip(made, eager.make(mixed("ddim")), strict=True):
+            assert np.array_equal(one.pixels, wanted.pixels)
+    assert sum("captured decode does not fit" in line for line in graph.said) == 1
+
+
 def test_what_batches_took_is_told(eager: Run, graph: Run) -> None:
     before, started = eager.engine.spent(), time.perf_counter()
     eager.engine.prepare([tiny.batch(mixed("ddim"), eager.engine.facts)], tiny.never)

@@ -56,7 +56,9 @@ class Engine:
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
+        self._say = context.say
         self._decoder = Decoder(self.model, self._compiler, self._pool, context.say)
+        self._captures_decodes = True
         self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
 
@@ -164,15 +166,19 @@ class Engine:
 
     def _decode(self, bucket: Bucket, latents: Tensor, *, is_captured: bool) -> Decoding:
         """Queue the decoding, captured where the steps are: launching its kernels one by one would hold the host up.
-        Where memory is short the graphs go first, then the chunk is halved."""
+        Where memory is short the graphs go first, the decoder's for good, then the chunk is halved."""
         kernels, chunk = self._tuning.decoding(bucket)
-        mode = mode_named(kernels, is_captured=is_captured)
         while True:
+            is_replayed = is_captured and self._captures_decodes
             try:
                 with self._tuning.kernels():
-                    return self._decoder.start(latents, mode, chunk)
+                    return self._decoder.start(latents, mode_named(kernels, is_captured=is_replayed), chunk)
             except torch.OutOfMemoryError:
-                if not self.free() and not self._decoder.shrink(chunk):
+                if is_replayed:
+                    self._captures_decodes = False
+                    self.free()
+                    self._say("a captured decode does not fit into memory; from now on its kernels are launched")
+                elif not self._decoder.shrink(chunk) and not self.free():
                     raise
 
     def _checked(self, decoded: list[Pixels | Fault]) -> list[Pixels | Fault]:

@@ -33,10 +33,10 @@ class GraphPool:
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
         """Record a call that reads and writes only tensors that stay where they are. It is run WARM_UPS times first, so
         whatever it advances has to be loaded again afterwards."""
-        self.num_graphs += 1
         if not self._is_cuda:
             for _ in range(WARM_UPS):
                 call()
+            self.num_graphs += 1
             return call
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -47,6 +47,7 @@ class GraphPool:
         # thread_local: the threads that write images may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             call()
+        self.num_graphs += 1
         return graph.replay
 
     def clear(self) -> None:
