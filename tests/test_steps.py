@@ -14,10 +14,12 @@ from torch._dynamo.utils import counters
 
 from batchgen.engine import decode, steps
 from batchgen.engine.checking import deviation_of
+from batchgen.engine.denoise import Lanes
 from batchgen.engine.engine import Engine
+from batchgen.engine.relay import Relay
 from batchgen.generator import Context
 from batchgen.models.family import Network
-from batchgen.records import Image, Row
+from batchgen.records import Bucket, Image, Row
 from tests import tiny
 
 SAMPLERS = ["ddim", "pndm", "euler_ancestral", "heun", "dpmpp_2m"]
@@ -47,6 +49,25 @@ def eager() -> Run:
 @pytest.fixture(scope="module")
 def graph() -> Run:
     return Run("graph")
+
+
+LANES = [
+    "latents",
+    "previous",
+    "earlier",
+    "position",
+    "evaluations",
+    "timesteps",
+    "input_scale",
+    "coefficients",
+    "keeps",
+]
+
+
+def names_of_lanes(sampler: str) -> list[str]:
+    """Of the tensors of Lanes, in their order."""
+    names = [field.name for field in dataclasses.fields(Lanes) if field.name != "form"]
+    return [name for name in names if sampler == "heun" or name != "previous"]
 
 
 def mixed(sampler: str, num: int = 3) -> list[Row]:
@@ -142,22 +163,86 @@ class TestFallback:
         assert len(graph.said) == 1
         assert "no graphs today" in graph.said[0]
 
-    @pytest.mark.parametrize("frozen", ["guidance", "encoder_hidden_states"])
+    @pytest.mark.parametrize(
+        ("frozen", "sampler"),
+        [
+            *((name, "heun") for name in ("guidance", "encoder_hidden_states", *LANES)),
+            ("noise", "euler_ancestral"),
+        ],
+    )
     def test_an_input_that_is_not_followed_is_found(
-        self, eager: Run, monkeypatch: pytest.MonkeyPatch, frozen: str
+        self, monkeypatch: pytest.MonkeyPatch, frozen: str, sampler: str
     ) -> None:
         """A graph that kept an input of its capture would make wrong pictures without a word."""
 
         def load(static: steps.Static, values: Sequence[torch.Tensor]) -> None:
-            place = {"guidance": 0, "encoder_hidden_states": 1}[frozen]
-            for number, (mine, value) in enumerate(zip(static.tensors, values, strict=True)):
-                if len(values) != 2 or number != place:
+            names = ("guidance", "encoder_hidden_states") if len(values) == 2 else names_of_lanes(sampler)
+            for name, mine, value in zip(names, static.tensors, values, strict=True):
+                if name != frozen:
                     mine.copy_(value)
 
         monkeypatch.setattr(steps.Static, "load", load)
         graph = Run("graph")
-        assert [one.mode for one in graph.make(mixed("ddim"))] == ["eager"] * 3
+        assert [one.mode for one in graph.make(mixed(sampler))] == ["eager"] * 3
         assert "deviates from eager" in graph.said[0]
+
+    @pytest.mark.parametrize(
+        ("sampler", "num_steps", "factor"),
+        [("pndm", 50, 1.03), ("ddim", 50, 0.97), ("dpmpp_2m", 50, 0.97), ("euler", 4, 0.97), ("pndm", 20, 0.0)],
+    )
+    def test_a_network_that_is_wrong_by_little_is_found(
+        self, monkeypatch: pytest.MonkeyPatch, sampler: str, num_steps: int, factor: float
+    ) -> None:
+        """However little a step of the sampler moves the latents."""
+        wrong = Run("compiled")
+        model, compiler = wrong.engine.model, wrong.engine._compiler
+
+        def network(kernels: str, conditioning: object) -> Network:
+            def scaled(*inputs: object, **more: object) -> object:
+                return tuple(factor * one for one in model.network(*inputs, **more))
+
+            return model.network if kernels == "eager" else scaled
+
+        monkeypatch.setattr(compiler, "network", network)
+        monkeypatch.setattr(compiler, "told", lambda kernels, conditioning: conditioning)
+        rows = [tiny.row(i, sampler=sampler, steps=num_steps) for i in range(2)]
+        batch = tiny.batch(rows, wrong.engine.facts)
+        relay = Relay(model, rows, wrong.engine.tables(rows), wrong.engine.conditioning(batch), 2)
+        with torch.inference_mode():
+            ready = wrong.engine.steps._made_ready(Bucket(batch.group, 2), "compiled", relay)
+        assert ready.mode == "eager"
+        assert "deviates from eager" in wrong.said[0]
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("what", ["noise", "encode"])
+    def test_a_row_that_is_not_finite_does_not_speak_against_its_bucket(
+        self, eager: Run, monkeypatch: pytest.MonkeyPatch, what: str, value: float
+    ) -> None:
+        """The first batch's row, neither through latents and step noise nor through the texts."""
+        graph = Run("graph")
+        model = graph.engine.model
+        right = getattr(model, what)
+
+        def noise(row: Row, generator: torch.Generator) -> torch.Tensor:
+            return right(row, generator) * (value if row.prompt == "bad" else 1)
+
+        def encode(texts: Sequence[str]) -> list[tuple[torch.Tensor, ...]]:
+            return [
+                tuple(one * value if text == "bad" else one for one in encoded)
+                for text, encoded in zip(texts, right(texts), strict=True)
+            ]
+
+        monkeypatch.setattr(model, what, {"noise": noise, "encode": encode}[what])
+        rows = mixed("euler_ancestral")
+        poisoned = [rows[0], dataclasses.replace(rows[1], prompt="bad"), rows[2]]
+        wanted = eager.make(rows)
+        for asked, kept in ((poisoned, [0, 2]), (rows, [0, 1, 2])):
+            made = graph.make(asked)
+            assert [one.mode for one in made] == ["graph"] * len(kept)
+            for one, number in zip(made, kept, strict=True):
+                assert np.array_equal(one.pixels, wanted[number].pixels)
+        assert set(graph.engine._decoder._ready) == {("graph", (3, 4, 8, 8))}
+        assert not any("eager" in line for line in graph.said)
 
     def test_a_compile_that_fails_leaves_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*arguments: object, **options: object) -> object:

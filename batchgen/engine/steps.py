@@ -230,16 +230,29 @@ def _cloned(lanes: Lanes) -> Lanes:
 
 
 def _others(lanes: Lanes, conditioning: Conditioning) -> tuple[Lanes, Conditioning]:
-    """The same batch with every input another one: rows shifted, noise, guidance and timesteps changed."""
+    """A batch of the same shape with every input another one, and all of them finite, whatever the rows hold.
+
+    The updates weigh the prediction as much as all else together, which no sampler's first steps do: so latents are off
+    by as much as the network is. Lanes stand still after one step or go on, and keep their predictions or do not.
+    """
     other = _cloned(lanes)
-    other.position.zero_()
     random = torch.Generator(lanes.latents.device).manual_seed(0)
     other.latents.normal_(generator=random)
-    other.timesteps.mul_(0.9)
+    other.noise.normal_(generator=random)
     for memory in (other.previous, other.earlier):
         if memory is not None:
             memory.zero_()
-    inputs = {name: 0.9 * one.roll(1, 0) for name, one in conditioning.inputs.items()}
+    other.position.zero_()
+    other.evaluations.fill_(CHECKED_STEPS)[1::2].fill_(1)
+    other.keeps.fill_(True)[2::4].fill_(False)
+    other.timesteps.mul_(0.9)
+    other.input_scale.fill_(0.9)
+    weights = [1.0 if term == "e" else 0.5 for term in lanes.form]
+    other.coefficients.copy_(torch.tensor(weights))
+    inputs = {
+        name: 0.9 * torch.nan_to_num(one.roll(1, 0), nan=0.0, posinf=0.0, neginf=0.0)
+        for name, one in conditioning.inputs.items()
+    }
     # Small ones: guidance multiplies what the two halves of a prediction deviate by.
-    guidance = torch.where(conditioning.guidance > 2, 1.5, 2.5)
+    guidance = torch.where(conditioning.guidance > 1.4, 1.2, 1.6)
     return other, Conditioning(guidance, conditioning.is_guided, inputs)
