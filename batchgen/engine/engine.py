@@ -27,7 +27,7 @@ from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
-from batchgen.models.transfer import Mark
+from batchgen.models.transfer import Mark, to_device
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
 
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
@@ -198,13 +198,16 @@ class Engine:
             return
         model = self.model
 
-        def probe() -> None:
-            told = conditioning.of(range(len(rows)))
-            latents = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]).to(self.device)
-            timesteps = torch.full((len(rows),), 500.0, device=self.device)
-            model.predict(model.network, latents, timesteps, told)
+        noise = to_device(torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]), self.device)
+        places = list(range(len(rows)))
+
+        def probe(times: int) -> None:
+            timesteps = torch.full((times * len(rows),), 500.0, device=self.device)
+            model.predict(model.network, noise.repeat(times, 1, 1, 1), timesteps, conditioning.of(times * places))
 
         self._tuning.choose(bucket, sum(parameter.numel() for parameter in model.network.parameters()), probe)
+        self._pool.clear()
+        self._meter.forget_peak()
         if self._tuning.is_compiled:
             for network in (model.network, model.vae):
                 network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from batchgen.engine.compiling import mode_named
+from batchgen.engine.compiling import mode_named, mode_of
 from batchgen.records import Bucket, Work
 
 SHARES = {"eager": 1.0, "regional": 0.74, "compiled": 0.69}
@@ -18,10 +18,9 @@ COMPILE_S_PER_PARAMETER = 3e-8
 DECODE_GAIN_S = 35e-9
 """Seconds per pixel that a compiled VAE saves: 77 ms against 35 ms for 1024x1024."""
 DECODE_COMPILE_S = 40.0
-LAUNCH_BOUND_S = 0.025
-"""An eager evaluation is never faster: Python launches its kernels one by one."""
-REGIONAL_LAUNCH_S = 0.035
-"""The same of kernels by blocks, each of which has its guards checked in Python."""
+REGIONAL_LAUNCHES = 1.4
+"""How much longer than eager ones kernels by blocks take to launch: each block has its guards checked in Python. 35 ms
+against 25 on one host."""
 UNCAPTURED = 1.02
 """How much longer an evaluation takes whose kernels Python launches, beyond the bound: 1.01 to 1.03 were measured."""
 CAPTURE_EVALUATIONS = 9
@@ -33,57 +32,72 @@ _SURPLUS = 1.2
 
 
 @dataclass(frozen=True, slots=True)
+class Speed:
+    """Of eager evaluations on this host and device."""
+
+    launch_s: float
+    """None is faster: Python launches its kernels one by one."""
+    pixel_s: float
+    """That the device is busy for each of a bucket's pixels."""
+
+
+@dataclass(frozen=True, slots=True)
 class Forecast:
-    """How long a bucket's work is predicted to take, in the mode that suits it."""
+    """How long a bucket's work is predicted to take, and the mode that suits it."""
 
     mode: str
-    seconds: float
-    """What must be captured, checked and compiled for it alone included."""
-    eager_s: float
+    modes_s: Mapping[str, float]
+    """Seconds in each mode, what must be captured, checked and compiled for the bucket alone included."""
     price: float
-    """`seconds`, but what is paid beforehand counts _SURPLUS times."""
+    """Seconds in `mode`, but what is paid beforehand counts _SURPLUS times."""
+
+    @property
+    def seconds(self) -> float:
+        return self.modes_s[self.mode]
+
+    @property
+    def eager_s(self) -> float:
+        return self.modes_s["eager"]
 
 
-def forecasts(
-    work: Mapping[Bucket, Work], measured: Bucket, measured_s: float, compile_s: float
-) -> dict[Bucket, Forecast]:
+def forecasts(work: Mapping[Bucket, Work], speed: Speed, compile_s: float) -> dict[Bucket, Forecast]:
     """The mode of each bucket. Blocks are compiled once for all of them, so they are allowed where all that they save
     pays for that."""
 
     def told(*kernels: str) -> dict[Bucket, Forecast]:
-        return {one: forecast(one, left, measured, measured_s, compile_s, kernels) for one, left in work.items()}
+        return {one: forecast(one, left, speed, compile_s, kernels) for one, left in work.items()}
 
     without, regional = told("eager", "compiled"), told("eager", "regional", "compiled")
     saved = sum(without[one].price - regional[one].price for one in work)
     return regional if saved > _SURPLUS * compile_s else without
 
 
-def forecast(
-    bucket: Bucket, left: Work, measured: Bucket, measured_s: float, compile_s: float, kernels: Sequence[str]
-) -> Forecast:
+def forecast(bucket: Bucket, left: Work, speed: Speed, compile_s: float, kernels: Sequence[str]) -> Forecast:
     """The mode of the given kernels that is done first with what is left, if what must be paid beforehand counts
-    _SURPLUS times; compiling blocks is not in it.
-
-    `measured_s` is an eager evaluation of one bucket; others are taken to be in proportion to their pixels.
-    """
-    pixels_s = measured_s * bucket.pixels / measured.pixels
-    launched_s = max(pixels_s, LAUNCH_BOUND_S)
+    _SURPLUS times; compiling blocks is not in it."""
+    pixels_s = speed.pixel_s * bucket.pixels
+    launched_s = max(pixels_s, speed.launch_s)
     options: dict[str, tuple[float, float]] = {}
-    for one in kernels:
+    for one in SHARES:
         compiling_s = compile_s if one == "compiled" else 0.0
         checked = 0 if one == "eager" else CHECK_EVALUATIONS
         kernel_s = pixels_s * SHARES[one]
         # How far a compiled whole is launched faster depends on the host: taken to be no faster.
-        plain_s = max(UNCAPTURED * kernel_s, REGIONAL_LAUNCH_S if one == "regional" else LAUNCH_BOUND_S)
+        launches = REGIONAL_LAUNCHES if one == "regional" else 1.0
+        plain_s = max(UNCAPTURED * kernel_s, launches * speed.launch_s)
         options[one] = left.evaluations * plain_s, compiling_s + checked * launched_s
         captured = mode_named(one, is_captured=True)
         options[captured] = left.evaluations * kernel_s, compiling_s + CAPTURE_EVALUATIONS * launched_s
     if bucket.rows == 1:
         # A single row of the network has code of its own.
         options = {mode: cost for mode, cost in options.items() if not mode.startswith("regional")}
-    prices = {mode: steady_s + _SURPLUS * paid_s for mode, (steady_s, paid_s) in options.items()}
+    prices = {
+        mode: steady_s + _SURPLUS * paid_s
+        for mode, (steady_s, paid_s) in options.items()
+        if mode_of(mode)[0] in kernels
+    }
     mode = min(prices, key=lambda name: prices[name])
-    return Forecast(mode, sum(options[mode]), sum(options["eager"]), prices[mode])
+    return Forecast(mode, {name: sum(cost) for name, cost in options.items()}, prices[mode])
 
 
 def decodes_that_pay(work: Mapping[Bucket, Work]) -> dict[str, str]:

@@ -62,11 +62,15 @@ class Meter:
 
     def watch(self) -> Watch:
         """Watch a batch, whose first stage begins."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self.forget_peak()
         watch = Watch(self._device)
         watch.pass_stage()
         return watch
+
+    def forget_peak(self) -> None:
+        """Have what was allocated until now not counted as a batch's."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def count(self, watch: Watch, num_rows: int, held_bytes: int) -> list[float]:
         """Add the stages of a batch that the device has passed, while graphs held so much. Their seconds, with its
