@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.engine.checking import check
 from batchgen.engine.compiling import Compiler, mode_of
+from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, reserved_bytes
 from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
@@ -103,9 +104,9 @@ class Decoder:
             mode = self._instead.get(mode, mode)
             try:
                 self._ready[place] = self._prepare(padded, mode)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
             except Exception as error:  # whatever torch.compile and capture raise: there is another way to decode
+                if is_memory(error) or not is_alive(self._model.device):
+                    raise
                 reason = first_line(error)
                 self._say(f"decoding does not work {mode} here ({type(error).__name__}: {reason}); it runs eager")
                 self._instead[mode] = "eager"

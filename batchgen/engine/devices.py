@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -36,14 +37,36 @@ def dtype_of(name: str | None, facts: Facts, device: torch.device) -> torch.dtyp
     return dtype
 
 
+_MEMORY = re.compile(r"STATUS_ALLOC_FAILED|CUDA error: out of memory")
+_LOST = re.compile(r"(CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_(?!NOT_SUPPORTED|BAD_PARAM|INVALID_VALUE)")
+"""What CUDA's libraries say of the device; the others are of what was asked of them."""
+
+
+def is_memory(error: Exception) -> bool:
+    """Whether an error is a lack of memory, be it torch's own or one that CUDA or its libraries report."""
+    is_ours = isinstance(error, torch.OutOfMemoryError)
+    return is_ours or (isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None)
+
+
+def is_alive(device: torch.device) -> bool:
+    """Whether a device still answers: after some errors it does, such as those of a capture."""
+    try:
+        torch.ones(1, device=device).item()
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
 def errors_named(device: str) -> Iterator[None]:
     """Raises OutOfMemory and DeviceLost, which names the device, for what torch has for them."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemory(first_line(error)) from error
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
+        if is_memory(error):
+            raise OutOfMemory(first_line(error)) from error
+        if not isinstance(error, torch.AcceleratorError) and not _LOST.search(str(error)):
+            raise
         raise DeviceLost(
             f"{device} reports: {first_line(error)}. Everything committed is kept; run the same command again"
         ) from error

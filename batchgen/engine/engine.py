@@ -12,7 +12,7 @@ from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
-from batchgen.engine.devices import dtype_of, errors_named, find_device, quiet_libraries, versions_of
+from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
@@ -173,7 +173,9 @@ class Engine:
             try:
                 with self._tuning.kernels():
                     return self._decoder.start(latents, mode_named(kernels, is_captured=is_replayed), chunk)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_memory(error):
+                    raise
                 if is_replayed:
                     self._captures_decodes = False
                     self.free()

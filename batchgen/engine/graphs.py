@@ -44,8 +44,12 @@ class GraphPool:
                 call()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads that write images may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # thread_local: the threads that write images may call CUDA meanwhile. The outer block comes back to the
+        # caller's stream, which a capture that fails does not.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             call()
         self.num_graphs += 1
         return graph.replay

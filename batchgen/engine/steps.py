@@ -15,6 +15,7 @@ from torch import Tensor
 from batchgen.engine.checking import check
 from batchgen.engine.compiling import Compiler, mode_of
 from batchgen.engine.denoise import Lanes, step
+from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
 from batchgen.engine.relay import Relay
 from batchgen.engine.samplers import Table
@@ -128,24 +129,35 @@ class Steps:
         ready = self._ready.get(bucket)
         if ready is not None and (ready.replay is None or ready.room >= relay.longest):
             return ready
-        alike = next((one for one in self._ready.values() if one.mode == mode == "regional"), None)
-        if alike is not None:
-            # The code is the same for every batch size, and was checked with this group's width and height.
-            return self._ready.setdefault(bucket, alike)
+        # The code of blocks is the same for every batch size, and is checked once with a group's width and height; but
+        # a single row of the network has its own.
+        alike = next(
+            (
+                one
+                for other, one in self._ready.items()
+                if one.mode == mode == "regional" and (other.rows == 1) == (bucket.rows == 1)
+            ),
+            None,
+        )
         room = -(-relay.longest // ROOM) * ROOM
         num = CHECKED_ROWS if mode == "regional" else None
         while mode != "eager":
             try:
-                ready = self._prepare(bucket, mode, *relay.first(room, num))
+                if alike is not None:
+                    step(self._model, alike.network, *relay.first(room))
+                    ready = alike
+                else:
+                    ready = self._prepare(bucket, mode, *relay.first(room, num))
                 break
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
             except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run
+                if is_memory(error) or not is_alive(self._model.device):
+                    raise
                 kernels, is_captured = mode_of(mode)
                 instead = "graph" if is_captured and kernels != "eager" else "eager"
                 reason = first_line(error)
                 self._say(f"{bucket}: {mode} does not work here ({type(error).__name__}: {reason}); it runs {instead}")
                 self._broken[bucket] = mode = instead
+                alike = None
         else:
             ready = _Ready("eager", self._model.network, 0)
         self._ready[bucket] = ready

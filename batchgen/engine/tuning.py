@@ -21,6 +21,7 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from batchgen.engine.attention import BACKENDS, attention, present
 from batchgen.engine.chunks import chunk_of, most_decoded
 from batchgen.engine.compiling import KERNELS, mode_of
+from batchgen.engine.devices import is_memory
 from batchgen.engine.forecasts import (
     COMPILE_S,
     COMPILE_S_PER_PARAMETER,
@@ -202,7 +203,9 @@ class Tuning:
         while timed.seconds < _BUSY * launch_s and repeats < _MOST_REPEATS:
             try:
                 timed = self._time(name, partial(probe, 2 * repeats))
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not is_memory(error):
+                    raise
                 break
             repeats *= 2
         return Speed(launch_s, timed.seconds / repeats / bucket.pixels)
@@ -214,10 +217,9 @@ class Tuning:
             try:
                 yield name, self._time(name, partial(probe, 1))
                 num_timed += 1
-            except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
             except (RuntimeError, ValueError) as error:
-                if name == names[-1] and not num_timed:
+                is_last = name == names[-1] and not num_timed
+                if is_last or is_memory(error) or isinstance(error, torch.AcceleratorError):
                     raise
                 self._context.say(f"attention kernels {name} do not work here ({first_line(error)})")
 
