@@ -20,6 +20,10 @@ class OutOfMemory(Exception):
     """The device cannot hold the batch; the worker halves it."""
 
 
+class NoRoom(Exception):
+    """The device cannot hold what takes the same memory for any batch; the worker tries each row alone."""
+
+
 class DeviceLost(BatchgenError):
     """The device's context is gone: this process can make nothing any more, another one can."""
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from batchgen.engine.devices import errors_named
-from batchgen.generator import DeviceLost, OutOfMemory
+from batchgen.engine.engine import Engine
+from batchgen.generator import Context, DeviceLost, OutOfMemory
 from batchgen.making import Maker
-from batchgen.records import Outcome, Row
+from batchgen.records import UNSAFE, Image, Outcome, Row
 from batchgen.stopping import Stop
-from tests import tiny
+from tests import checkers, tiny
 from tests.test_steps import Run
 
 CAPTURE = "CUDA error: operation failed due to a previous error during capture"
@@ -93,3 +94,78 @@ def test_blocks_that_do_not_work_at_another_batch_size_run_eager_there(monkeypat
     modes = [make(run, rows[:size])[0].mode for size in (2, 3, 1, 2)]
     assert modes == ["regional", "eager", "eager", "regional"]
     assert sum("recompile limit" in line for line in run.said) == 2
+
+
+def short(call: Callable[..., object], is_short: Callable[[int], bool]) -> Callable[..., object]:
+    """The call, for which memory is short the n-th times that a rule says, from 1."""
+    number = 0
+
+    def limited(*arguments: object) -> object:
+        nonlocal number
+        number += 1
+        if is_short(number):
+            raise torch.OutOfMemoryError("no room")
+        return call(*arguments)
+
+    return limited
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_second_decode_that_does_not_fit_costs_its_row_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row keeps its own error, and no batch is made smaller."""
+    run = Run(mode, "model.dtype=bfloat16")
+    model = run.engine.model
+    noise = model.noise
+    monkeypatch.setattr(
+        model, "noise", lambda row, random: noise(row, random) * (torch.nan if row.prompt == "bad" else 1)
+    )
+    monkeypatch.setattr(model, "decode_float32", short(model.decode_float32, lambda number: True))
+    maker, rows = maker_of(run), [tiny.row(i, prompt="bad" if i == 1 else "good") for i in range(4)]
+    outcomes = maker.start(tiny.batch(rows, run.engine.facts))()
+    assert [getattr(one, "error", "") for one in outcomes] == ["", "NotFinite", "", ""]
+    assert outcomes[1].message == (
+        "the decoded image has NaN or Inf in it; in float32, decoding does not fit into memory: no room"
+    )
+    rest = maker.start(tiny.batch(rows[2:], run.engine.facts, 4))()
+    assert [one.batch_size for one in rest] == [4, 4]
+
+
+@pytest.mark.parametrize("num_short", [1, 2, 99])
+@pytest.mark.parametrize("place", ["encode", "checker"])
+def test_what_takes_the_same_memory_for_any_batch_halves_none(
+    place: str, num_short: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short once, the graphs go; twice, the rows are tried alone; always, they fail."""
+    run = Run("graph")
+    run.engine = Engine(
+        tiny.job(checkers.folder(), "engine.safety_checker=true", "engine.mode=graph"), Context(run.said.append)
+    )
+    model = run.engine.model
+    owner, name = (model, "encode") if place == "encode" else (model.checker, "cosines")
+    monkeypatch.setattr(owner, name, short(getattr(owner, name), lambda number: number <= num_short))
+    maker, rows = maker_of(run), checkers.ROWS[:1] + checkers.ROWS[2:4]
+    for _ in range(2):
+        outcomes = maker.start(tiny.batch(rows, run.engine.facts))()
+        if num_short == 99:
+            assert [one.error for one in outcomes] == ["NoRoom"] * 3
+        else:
+            assert {getattr(one, "batch_size", 3) for one in outcomes} == {3}
+            assert all(isinstance(one, Image) or one.error == UNSAFE for one in outcomes)
+    assert not any("from now on" in line for line in run.said)
+
+
+def test_rows_of_a_smaller_chunk_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their last bits may be others than those of a run whose memory was not short."""
+    run = Run("eager")
+    right = run.engine.model.decode
+
+    def decode(decoder: object, latents: torch.Tensor) -> torch.Tensor:
+        if len(latents) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return right(decoder, latents)
+
+    monkeypatch.setattr(run.engine.model, "decode", decode)
+    maker = maker_of(run)
+    made = [maker.start(tiny.batch([tiny.row(i) for i in range(size)], run.engine.facts))() for size in (2, 4, 4, 1, 2)]
+    assert [[one.retries for one in batch] for batch in made] == [[0] * 2, [1] * 4, [1] * 4, [0], [0] * 2]
+    assert {one.batch_size for one in made[1]} == {4}

@@ -13,6 +13,8 @@ from batchgen.engine.checking import check
 from batchgen.engine.compiling import Compiler, mode_of
 from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, reserved_bytes
+from batchgen.engine.room import with_room
+from batchgen.generator import NoRoom
 from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
 from batchgen.records import Pixels
@@ -30,8 +32,9 @@ class Fault:
     message: str
 
 
-NOT_FINITE = Fault("NotFinite", "the decoded image has NaN or Inf in it, in float32 too")
-CONSTANT = Fault("Constant", "the decoded image is one single colour, in float32 too")
+IN_FLOAT32 = ", in float32 too"
+NOT_FINITE = Fault("NotFinite", f"the decoded image has NaN or Inf in it{IN_FLOAT32}")
+CONSTANT = Fault("Constant", f"the decoded image is one single colour{IN_FLOAT32}")
 Decoding = Callable[[], list[Pixels | Fault]]
 """Waits for a batch's pixels."""
 _Decode = Callable[[Tensor], Tensor]
@@ -52,13 +55,22 @@ class _Judged:
 class Decoder:
     """The VAE of one model. Whoever changes to another group has this one's graph forgotten before."""
 
-    def __init__(self, model: Family, compiler: Compiler, pool: GraphPool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: Family,
+        compiler: Compiler,
+        pool: GraphPool,
+        say: Callable[[str], None],
+        free: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`free` gives back what all graphs hold."""
         self.held_bytes = 0
         """That the device's memory has grown by for a graph."""
         self._model = model
         self._compiler = compiler
         self._pool = pool
         self._say = say
+        self._free = free
         self._ready: dict[tuple[str, torch.Size], _Decode] = {}
         self._instead: dict[str, str] = {}
         """Modes that do not work here, and what runs in their place."""
@@ -77,6 +89,10 @@ class Decoder:
             return [self._again(latents[i : i + 1], result) for i, result in enumerate(results)]
 
         return finish
+
+    def is_cut(self, chunk: int) -> bool:
+        """Whether fewer images are decoded at once than `chunk`, since memory was short."""
+        return self._most is not None and self._most < chunk
 
     def shrink(self, chunk: int) -> bool:
         """Decode half as many at once from now on; False if it is one already."""
@@ -136,11 +152,16 @@ class Decoder:
         return made
 
     def _again(self, latents: Tensor, result: Pixels | Fault) -> Pixels | Fault:
-        """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself."""
-        if isinstance(result, Fault) and self._model.vae.dtype != torch.float32:
-            judged = judge(self._model.decode_float32(latents))
-            return _results(_Judged(judged.pixels.cpu(), judged.is_finite.cpu(), judged.is_constant.cpu()))[0]
-        return result
+        """A faulty row's second chance, in float32 and alone; a float32 decode would only repeat itself. Where it does
+        not fit into memory, even without the graphs, the row has had none."""
+        if not isinstance(result, Fault) or self._model.vae.dtype == torch.float32:
+            return result
+        try:
+            judged = with_room("decoding", lambda: judge(self._model.decode_float32(latents)), self._free)
+        except NoRoom as error:
+            message = result.message.removesuffix(IN_FLOAT32)
+            return Fault(result.error, f"{message}; in float32, {error}")
+        return _results(_Judged(judged.pixels.cpu(), judged.is_finite.cpu(), judged.is_constant.cpu()))[0]
 
 
 def _captured(decode: _Decode, own: Tensor, pool: GraphPool) -> _Decode:

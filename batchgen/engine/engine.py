@@ -16,6 +16,7 @@ from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memo
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
+from batchgen.engine.room import with_room
 from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
@@ -57,7 +58,7 @@ class Engine:
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
         self._say = context.say
-        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say)
+        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say, self.free)
         self._captures_decodes = True
         self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
@@ -67,7 +68,7 @@ class Engine:
         """Encode the texts of a shard. As Generator.prepare."""
         texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
         with errors_named(self.versions["device"]), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
-            self._prompts.prepare(texts, should_drop)
+            with_room("encoding texts", lambda: self._prompts.prepare(texts, should_drop), self.free)
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         """Queue a batch on the device. A row that is no picture fails alone. As Generator.submit; DeviceLost is any
@@ -92,6 +93,8 @@ class Engine:
         decoding = self._decode(Bucket(batch.group, batch.size), latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
         is_steady = not is_first and num_captures == len(self.steps.captures)
+        # Another number of images at once than was settled: their last bits may be others.
+        retries = int(self._decoder.is_cut(self.decode_chunk(Bucket(batch.group, batch.size))))
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
         held_bytes = self.steps.held_bytes + self._decoder.held_bytes
@@ -106,7 +109,7 @@ class Engine:
                     Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
                 )
             return [
-                _outcome(row, result, batch.size, mode, count, seconds)
+                _outcome(row, result, batch.size, mode, count, seconds, retries)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
             ]
 
@@ -137,7 +140,9 @@ class Engine:
     def conditioning(self, batch: Batch) -> Conditioning:
         """What the network is told of all rows of a batch, padding included."""
         rows, is_guided = _padded(batch), batch.group.is_guided
-        return self.model.conditioning(rows, is_guided, self._prompts.encoded(self.model.texts(rows, is_guided)))
+        texts = self.model.texts(rows, is_guided)
+        encoded = with_room("encoding texts", lambda: self._prompts.encoded(texts), self.free)
+        return self.model.conditioning(rows, is_guided, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count and size."""
@@ -184,15 +189,9 @@ class Engine:
                     raise
 
     def _checked(self, decoded: list[Pixels | Fault]) -> list[Pixels | Fault]:
-        """A finished batch's pictures as the safety checker leaves them; where memory is short the graphs go first."""
-        if self._safety is None:
-            return decoded
-        try:
-            return self._safety.check(decoded)
-        except torch.OutOfMemoryError:
-            if not self.free():
-                raise
-        return self._safety.check(decoded)
+        """A finished batch's pictures as the safety checker leaves them."""
+        safety = self._safety
+        return decoded if safety is None else with_room("the safety check", lambda: safety.check(decoded), self.free)
 
     def _choose(self, bucket: Bucket, rows: Sequence[Row], conditioning: Conditioning) -> None:
         """Settle the modes, at the first batch, and order the weights as they want them."""
@@ -252,11 +251,11 @@ def _padded(batch: Batch) -> tuple[Row, ...]:
 
 
 def _outcome(
-    row: Row, result: Pixels | Fault, batch_size: int, mode: str, count: TokenCount, seconds: float
+    row: Row, result: Pixels | Fault, batch_size: int, mode: str, count: TokenCount, seconds: float, retries: int
 ) -> Outcome:
     if isinstance(result, Fault):
-        return Failure(row, result.error, result.message)
-    return Image(row, result, batch_size, mode, count.read, count.dropped, seconds)
+        return Failure(row, result.error, result.message, retries)
+    return Image(row, result, batch_size, mode, count.read, count.dropped, seconds, retries)
 
 
 def _load(job: Job, facts: Facts, device: torch.device) -> Family:
