@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 _PROC = Path("/proc/self")
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-"""What torch, and what compiles for it, read when they are loaded."""
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""What torch reads when it is loaded: MKL's before OpenMP's, so that either alone is heeded only while the other is not
+set."""
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def usable_cores(proc: Path = _PROC, environment: Mapping[str, str] = os.environ) -> int:
@@ -23,8 +25,10 @@ def usable_cores(proc: Path = _PROC, environment: Mapping[str, str] = os.environ
 
 def thread_settings(cores: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables that hold a process which has not loaded torch yet to some cores; those that are set
-    already stay as they are."""
-    return {name: str(cores) for name in _THREADS if name not in environment}
+    already stay as they are, and decide."""
+    is_set = any(name in environment for name in _THREADS)
+    names = (*(() if is_set else _THREADS), _COMPILE_THREADS)
+    return {name: str(cores) for name in names if name not in environment}
 
 
 def limit_threads() -> None:

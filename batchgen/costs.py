@@ -37,8 +37,13 @@ def remember(architecture: str, gpu: str, torch: str, measured: Iterable[Measure
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8", suffix=".tmp") as file:
-            json.dump({name: [asdict(one) for one in lines] for name, lines in content.items()}, file)
-        os.replace(file.name, path)
+            try:
+                json.dump({name: [asdict(one) for one in lines] for name, lines in content.items()}, file)
+                file.close()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         _log.warning("measured costs cannot be kept in %s: %s", path, error)
 

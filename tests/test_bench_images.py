@@ -12,11 +12,13 @@ import diffusers
 import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from batchgen.bench import baselines, figures, images, modes, ours, traces
 from batchgen.bench.architectures import ARCHITECTURES
 from batchgen.bench.building import ensure_folder
+from batchgen.bench.commands import bench
 from batchgen.bench.evaluations import count_flops, total_flops
 from batchgen.bench.traces import most
 from batchgen.bench.workload import SIZES, Wanted, Workload, write_manifest
@@ -274,6 +276,30 @@ def test_what_does_not_fit_is_refused(place: Path) -> None:
     captured = modes.Settings("tiny", (), captured_batch=1, folder=place, overrides=("engine.device=cpu",))
     with pytest.raises(UsageError, match="looks at a GPU's memory"):
         modes.bench_modes(captured, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["images", "--json", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["images", "--profile-out", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["modes", "--json", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["workers", "--workers", "2", "--json", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["soak", "--json", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["long", "--json", "no/such/x.json"], "there is no folder no/such; make it first"),
+        (["images", "--set", "model.path=other"], "model.path has no effect here"),
+        (["modes", "--set", "model.path=other"], "model.path has no effect here"),
+        (["workers", "--set", "model.path=other"], "model.path has no effect here"),
+        (["images", "--set", "engine.device=cpu", "--profile-out", "x.json"], "--profile-out needs a GPU"),
+        (["images", "--no-batchgen", "--profile-out", "x.json"], "leave out --no-batchgen"),
+        (["workers", "--workers", "2", "--set", "output.format=webdataset"], "only files have them"),
+    ],
+)
+def test_what_would_fail_at_the_end_is_refused_at_the_beginning(command: list[str], message: str) -> None:
+    """In this process: the command ends before it builds anything."""
+    ended = CliRunner().invoke(bench, command)
+    assert ended.exit_code
+    assert message in " ".join((ended.output + str(ended.exception)).split())
 
 
 def test_modes_stand_side_by_side(place: Path) -> None:

@@ -94,8 +94,20 @@ def test_encoders_have_a_thread_for_each_core_but_8_at_most() -> None:
 
 
 def test_threads_that_are_set_already_stay() -> None:
-    settings = thread_settings(3, {"OMP_NUM_THREADS": "7"})
-    assert settings == {"MKL_NUM_THREADS": "3", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    """One of torch's two decides; torch takes the other, if it is set, before it."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        assert thread_settings(3, {name: "7"}) == {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    compiling = thread_settings(3, {"TORCHINDUCTOR_COMPILE_THREADS": "7"})
+    assert compiling == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_torch_takes_the_number_that_is_set(name: str) -> None:
+    outside = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
+    chosen = outside | {name: "1"}
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    made = subprocess.run(command, env=chosen | thread_settings(2, chosen), capture_output=True, text=True, check=True)
+    assert made.stdout == "1\n"
 
 
 class Driver:

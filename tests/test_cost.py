@@ -197,6 +197,14 @@ class TestKeptCosts:
         costs.remember("net", "A", "2.13", [measured(1, 0.1)])
         assert costs.recall("net", "auto") is not None
 
+    def test_a_file_that_cannot_be_put_in_its_place_leaves_nothing(
+        self, place: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (place / "costs" / "net.json").mkdir(parents=True)
+        costs.remember("net", "A", "2.13", [measured(1, 0.1)])
+        assert "cannot be kept" in caplog.text
+        assert [path.name for path in (place / "costs").iterdir()] == ["net.json"]
+
     def test_a_damaged_file_is_no_fault(self, place: Path, caplog: pytest.LogCaptureFixture) -> None:
         costs.remember("net", "A", "2.13", [measured(1, 0.1)])
         (place / "costs" / "net.json").write_text("{")

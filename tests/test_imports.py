@@ -50,11 +50,12 @@ LAYERS = [
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
-    engine.attention engine.chunks engine.crossing engine.graphs engine.norms engine.samplers rejections survey writer
-    modes sources.hub sources.jsonlines engine.checking engine.compiling engine.denoise engine.forecasts engine.meter
+    engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
+    survey writer modes sources.hub sources.jsonlines
+    engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
     product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
-    engine.devices engine.engine engine.whole balance differences progress stopping importer
+    engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
     mending appending sweeping

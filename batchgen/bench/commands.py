@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,25 @@ import click
 from batchgen.bench.figures import save
 from batchgen.errors import UsageError
 from batchgen.models.facts import SAMPLERS
+
+
+def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """An output file, looked at before anything is measured. Raises BadParameter if it cannot be written."""
+    if path is None:
+        return None
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"{path}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written here; name a place where you may write")
+    return path
+
+
+def _without_model(context: click.Context, parameter: click.Parameter, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Raises BadParameter for a model: the bench has its own."""
+    if any(one.partition("=")[0].strip() == "model.path" for one in overrides):
+        raise click.BadParameter("model.path has no effect here: the bench builds what --arch names; leave it out")
+    return overrides
+
 
 _FOLDER = click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where it works [default: a temporary one]."
@@ -22,10 +42,16 @@ _ARCH = click.option(
     show_default=True,
     help="sd3: medium, without T5; flux: FLUX.1-dev, with a text encoder of one layer.",
 )
-_SET = click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file.")
-_JSON_FILE = click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it."
+_SET = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="TABLE.KEY=VALUE",
+    callback=_without_model,
+    help="Any key of the job file.",
 )
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_JSON_FILE = click.option("--json", "json_file", type=_FILE, callback=_writable, help="Write all of it.")
 
 
 @click.group()
@@ -77,9 +103,7 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--no-batchgen", is_flag=True, help="Leave out batchgen itself.")
 @click.option("--no-idle", is_flag=True, help="Leave out the second run, which measures idle time.")
 @click.option("--learn", "is_learning", is_flag=True, help="Keep measured costs for later plans, as a run does.")
-@click.option(
-    "--profile-out", type=click.Path(dir_okay=False, path_type=Path), help="Measured costs, for plan.profile."
-)
+@click.option("--profile-out", type=_FILE, callback=_writable, help="Measured costs, for plan.profile.")
 @click.option("--profile", help="Kernels of a step and a decode: none, or of eager,regional,compiled.")
 @_SET
 @_JSON_FILE
@@ -257,7 +281,13 @@ def workers(
     from batchgen.job import load_job
     from batchgen.launcher import seats_of
 
-    seats = seats_of(gpus, num_workers, load_job(None, options["overrides"]))
+    job = load_job(None, options["overrides"])
+    if job.output.format != "files":
+        raise UsageError(
+            f"output.format = {job.output.format!r}: bench workers reads the times at which single images were "
+            "written, and only files have them; leave it out"
+        )
+    seats = seats_of(gpus, num_workers, job)
     if not seats:
         raise UsageError("bench workers compares one process with several; say how many with --gpus or --workers")
     known = ARCHITECTURES[arch]

@@ -106,6 +106,8 @@ def check(settings: Settings) -> None:
             raise UsageError(f"--profile {name!r} is not known; allowed: none, {', '.join(PROFILES)}")
     if settings.profiles and not settings.runs_batchgen:
         raise UsageError("--profile looks at batchgen's own model; leave out --no-batchgen")
+    if settings.profile_out and not settings.runs_batchgen:
+        raise UsageError("--profile-out is of batchgen's own run; leave out --no-batchgen")
 
 
 def bench_images(settings: Settings, say: Say) -> Report:
@@ -115,6 +117,8 @@ def bench_images(settings: Settings, say: Say) -> Report:
     with workplace(settings.folder) as folder:
         job = load_job(None, settings.overrides)
         device = find_device(job.engine.device)
+        if settings.profile_out and device.type == "cpu":
+            raise UsageError("--profile-out needs a GPU: on a CPU nothing is measured for later plans; leave it out")
         path = ensure_folder(settings.arch, folder, device, settings.upcasts_vae, say)
         job = load_job(None, [*settings.overrides, f"model.path={path}"])
         report = _report(settings, job, device)
@@ -147,7 +151,11 @@ def _run_batchgen(settings: Settings, job: Job, folder: Path, report: Report, sa
     report.batchgen = bench.run()
     if settings.profile_out is not None:
         assert bench.engine is not None
-        save_profile(settings.profile_out, f"{settings.arch} on {report.device}", bench.engine.measurements())
+        measured = bench.engine.measurements()
+        if measured:
+            save_profile(settings.profile_out, f"{settings.arch} on {report.device}", measured)
+        else:
+            say(f"  {settings.profile_out} is not written: no bucket ran twice; ask for more with --rows")
     for one in lines(report.batchgen):
         say(f"  {one}")
     save(report, settings.json_file)
