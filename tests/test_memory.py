@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from batchgen.engine import steps
 from batchgen.engine.devices import errors_named
 from batchgen.engine.engine import Engine
 from batchgen.generator import Context, DeviceLost, OutOfMemory
@@ -60,6 +61,14 @@ def test_a_libraries_lack_of_memory_halves_the_batch(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(run.engine.model, "predict", predict)
     assert [one.batch_size for one in make(run, [tiny.row(i) for i in range(4)])] == [2, 2, 2, 2]
+
+
+def test_a_capture_that_does_not_fit_once_makes_no_batch_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has left is given back, as what graphs hold is, before the batch is halved."""
+    run = Run("graph")
+    step = steps.step
+    monkeypatch.setattr(steps, "step", short(step, lambda number: number == 2))
+    assert [(one.batch_size, one.mode) for one in make(run, [tiny.row(i) for i in range(4)])] == [(4, "graph")] * 4
 
 
 def test_a_capture_that_fails_on_a_device_that_still_answers_runs_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ class GraphPool:
     """The memory that the graphs of one group share, on a stream of its own."""
 
     num_graphs: int
-    """Captured since it was last cleared."""
+    """Captures since it was last cleared; one that failed has left memory to give back too."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -33,10 +33,10 @@ class GraphPool:
     def capture(self, call: Callable[[], None]) -> Callable[[], None]:
         """Record a call that reads and writes only tensors that stay where they are. It is run WARM_UPS times first, so
         whatever it advances has to be loaded again afterwards."""
+        self.num_graphs += 1
         if not self._is_cuda:
             for _ in range(WARM_UPS):
                 call()
-            self.num_graphs += 1
             return call
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -51,7 +51,6 @@ class GraphPool:
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             call()
-        self.num_graphs += 1
         return graph.replay
 
     def clear(self) -> None:
