@@ -17,6 +17,7 @@ from batchgen.console import end_planned, work
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.importing import import_
+from batchgen.jobs.commands import job_files
 from batchgen.options import job_of, with_job_options
 from batchgen.prefetch import prefetch
 from batchgen.reporting.commands import report, sheet
@@ -271,6 +272,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 cli.add_command(bench)
 cli.add_command(import_)
+cli.add_command(job_files)
 cli.add_command(prefetch)
 cli.add_command(report)
 cli.add_command(sheet)
