@@ -14,6 +14,7 @@ import click
 
 from batchgen.bench.commands import bench
 from batchgen.console import end_planned, work
+from batchgen.doctor.commands import doctor
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.importing import import_
@@ -272,6 +273,7 @@ def finalize(directory: Path, partial: bool) -> None:
 
 cli.add_command(bench)
 cli.add_command(import_)
+cli.add_command(doctor)
 cli.add_command(job_files)
 cli.add_command(prefetch)
 cli.add_command(report)

@@ -36,8 +36,8 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft schedule ranges
-    records slurm.programs infotext jobs.files
+    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe
+    records slurm.programs infotext jobs.files doctor.findings
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
@@ -57,7 +57,7 @@ LAYERS = [
     engine.devices engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
-    mending appending sweeping
+    mending appending sweeping doctor.machine doctor.model
     epoch finalize verify
     repairing sheet reporting.rows
     reporting.cards
@@ -65,7 +65,7 @@ LAYERS = [
     reporting.tables
     reporting.page
     reporting.writing
-    worker saying slurm.script
+    worker saying slurm.script doctor.work
     runner slurm.submit bench.workload bench.figures
     launched
     children
@@ -76,12 +76,12 @@ LAYERS = [
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath
     bench.soak
-    bench.commands slurm.commands reporting.commands console prefetch importing jobs.commands
+    bench.commands slurm.commands reporting.commands console prefetch importing jobs.commands doctor.commands
     cli
     """.strip().splitlines()
 ]
 """A module imports from its own layer and those above it in this list, never from one below, nor in a circle."""
-UNLAYERED = {"", "bench", "models", "engine", "jobs", "reporting", "slurm", "sources", "__main__"}
+UNLAYERED = {"", "bench", "models", "doctor", "engine", "jobs", "reporting", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
 LATE = {"generator": {"models.pattern", "engine.whole"}}
@@ -111,7 +111,8 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report", "job"]
+    "command",
+    ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report", "job", "doctor"],
 )
 def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes(tmp_path / "bin", monkeypatch)
@@ -123,6 +124,7 @@ def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: 
         "plan": [source],
         "submit": [source, "-o", tmp_path / "new"],
         "job": ["show"],
+        "doctor": ["pattern"],
         "import": [csv, "-o", tmp_path / "imported.parquet"],
     }
     target = map(str, own.get(command, [tmp_path / "out"]))

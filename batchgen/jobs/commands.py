@@ -16,7 +16,7 @@ from batchgen.saying import say
 
 @click.group(name="job")
 def job_files() -> None:
-    """Write a job file to begin with, or show what a job comes to."""
+    """Write a new job file, or show what a job comes to."""
 
 
 @job_files.command()
