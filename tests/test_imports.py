@@ -36,7 +36,7 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe
+    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
     records slurm.programs infotext jobs.files doctor.findings
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
@@ -57,7 +57,7 @@ LAYERS = [
     engine.devices engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
-    mending appending sweeping doctor.machine doctor.model
+    mending appending sweeping doctor.machine doctor.model watching
     epoch finalize verify
     repairing sheet reporting.rows
     reporting.cards

@@ -56,7 +56,7 @@ class Engine:
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
-        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say)
+        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say, context.preparing)
         self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.checking import check
-from batchgen.engine.compiling import Compiler, mode_of
+from batchgen.engine.compiling import Compiler, doing, mode_of
 from batchgen.engine.denoise import Lanes, step
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
 from batchgen.engine.relay import Relay
@@ -78,6 +78,7 @@ class Steps:
         self._model = model
         self._compiler = compiler
         self._say = context.say
+        self._preparing = context.preparing
         self._pool = pool
         self._ready: dict[Bucket, _Ready] = {}
         self._broken: dict[Bucket, str] = {}
@@ -136,7 +137,8 @@ class Steps:
         num = CHECKED_ROWS if mode == "regional" else None
         while mode != "eager":
             try:
-                ready = self._prepare(bucket, mode, *relay.first(room, num))
+                with self._preparing(f"{doing(mode)} {bucket}", is_long=mode_of(mode)[0] != "eager"):
+                    ready = self._prepare(bucket, mode, *relay.first(room, num))
                 break
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
