@@ -14,9 +14,11 @@ import click
 
 from batchgen.bench.commands import bench
 from batchgen.console import end_planned, work
+from batchgen.doctor.commands import doctor
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import is_utf8
 from batchgen.importing import import_
+from batchgen.jobs.commands import job_files
 from batchgen.options import job_of, with_job_options
 from batchgen.prefetch import prefetch
 from batchgen.reporting.commands import report, sheet
@@ -133,26 +135,30 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 @click.option("--check", is_flag=True, help="Exit as a run would: 0, 3, or 75 while rows are outstanding.")
-def status(directory: Path, as_json: bool, check: bool) -> None:
+@click.option(
+    "--watch",
+    "watch_s",
+    is_flag=False,
+    flag_value=5.0,
+    type=click.FloatRange(0.1, 86400),
+    metavar="[SECONDS]",
+    help="Again and again, every 5 seconds or so many, until all rows are settled; to be written behind DIRECTORY.",
+)
+def status(directory: Path, as_json: bool, check: bool, watch_s: float | None) -> None:
     """Print where the run in DIRECTORY stands.
 
     \b
     Example: batchgen status prompts-out
     """
-    from batchgen.balance import take_balance
-    from batchgen.ledger import Ledger
-    from batchgen.marker import is_finished
-    from batchgen.report import status_facts, status_text
     from batchgen.rundir import RunDirectory
+    from batchgen.watching import look, watch
 
     run = RunDirectory(directory)
-    index = run.index()
-    balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
-    is_finalized = is_finished(run, balance)
-    if as_json:
-        click.echo(json.dumps(status_facts(index, balance, is_finalized=is_finalized), indent=2))
+    if watch_s is None:
+        shown, balance = look(run, as_json=as_json)
+        click.echo(shown)
     else:
-        click.echo(status_text(index, balance, is_finalized=is_finalized))
+        balance = watch(run, watch_s, as_json=as_json)
     if check:
         sys.exit(balance.exit_code)
 
@@ -271,6 +277,8 @@ def finalize(directory: Path, partial: bool) -> None:
 
 cli.add_command(bench)
 cli.add_command(import_)
+cli.add_command(doctor)
+cli.add_command(job_files)
 cli.add_command(prefetch)
 cli.add_command(report)
 cli.add_command(sheet)

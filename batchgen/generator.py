@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,6 +30,17 @@ class DeviceLost(BatchgenError):
     """The device's context is gone: this process can make nothing any more, another one can."""
 
 
+class Preparing(Protocol):
+    """What is done before a bucket's first batch, and whether it may take minutes."""
+
+    def __call__(self, what: str, *, is_long: bool) -> AbstractContextManager[None]: ...
+
+
+def unannounced(what: str, *, is_long: bool) -> AbstractContextManager[None]:
+    """Where nobody is told."""
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a generator is told of the run it works for, and how it tells the run."""
@@ -37,6 +50,8 @@ class Context:
     """Make a value the run's under a name, or learn the one that another worker has settled."""
     work: Mapping[Bucket, Work] = field(default_factory=dict)
     """What this worker may expect to do in each bucket."""
+    preparing: Preparing = unannounced
+    """Within it a bucket is made ready; told before, for people wonder where no image comes."""
 
 
 Pending = Callable[[], list[Outcome]]
@@ -73,6 +88,8 @@ def open_generator(job: Job, context: Context | None = None) -> Generator:
         from batchgen.models.pattern import PatternGenerator
 
         return PatternGenerator(job.model)
+    # Else transformers, as it is imported, advises programmers of what is of no concern here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from batchgen.engine.whole import open_model
 
     return open_model(job, context)

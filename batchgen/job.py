@@ -247,6 +247,14 @@ def load_job(
     return _check(tables, "--set", flags or {})
 
 
+def keys_given(path: Path | str | None, overrides: Iterable[str]) -> list[str]:
+    """The keys that a job file and overrides name, as `table.key`. Raises UsageError as `load_job`."""
+    tables: dict[str, Any] = {} if path is None else _read(Path(path))
+    for override in overrides:
+        _lay_over(tables, override)
+    return [f"{table}.{key}" for table, content in tables.items() for key in content]
+
+
 def load_stored(content: Mapping[str, Any], path: Path) -> Job:
     """The job of a plan's index. Raises UsageError, naming `path`, for one of another version."""
     try:

@@ -1,8 +1,9 @@
-"""The worker process that a launcher starts: it is told what to do on standard input, counts rows on standard output,
-and says on standard error what a person should read."""
+"""The worker process that a launcher starts: it is told what to do on standard input, reports on standard output,
+in lines of JSON, and says on standard error what a person should read."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -19,6 +20,7 @@ from batchgen.job import Job
 from batchgen.ledger import Ledger
 from batchgen.owners import launched_process
 from batchgen.presence import present
+from batchgen.progress import Now
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Task, work
 from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
@@ -49,7 +51,11 @@ class Reporter:
 
     def count(self, made: int, failed: int) -> None:
         with suppress(BrokenPipeError):
-            print(made, failed, file=self._counts, flush=True)
+            print(json.dumps({"made": made, "failed": failed}), file=self._counts, flush=True)
+
+    def show(self, now: Now, who: str = "") -> None:
+        with suppress(BrokenPipeError):
+            print(json.dumps({"now": asdict(now)}), file=self._counts, flush=True)
 
     def say(self, text: str) -> None:
         with suppress(BrokenPipeError):
@@ -91,7 +97,7 @@ def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
 
 
 def _own_output() -> TextIO:
-    """The counts' pipe; whatever else is printed on standard output goes to standard error."""
+    """The reports' pipe; whatever else is printed on standard output goes to standard error."""
     counts = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return counts

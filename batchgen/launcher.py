@@ -5,6 +5,7 @@ They share nothing but the run directory. The launcher plans and finalizes; it n
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -19,7 +20,7 @@ from batchgen.gpus import VISIBLE, choose_gpus, visible_gpus
 from batchgen.job import Job
 from batchgen.launched import OUT_OF_TIME_CODE, Order
 from batchgen.models.folder import pinned
-from batchgen.progress import Progress
+from batchgen.progress import Now, Progress
 from batchgen.runner import Task, Workforce
 from batchgen.stopping import Stop
 from batchgen.timeleft import OUT_OF_TIME
@@ -144,6 +145,7 @@ class Crew:
 
     def _start(self, seat: Seat) -> None:
         environment = {**thread_settings(self._cores), **seat.environment}
+        self._progress.show(Now(preparing="starting"), seat.name)
         self._at_work[seat] = Child(seat.name, self._orders[seat], environment)
 
     def _attend(self) -> None:
@@ -158,7 +160,11 @@ class Crew:
 
     def _hear(self, seat: Seat, child: Child) -> None:
         for line in child.counts.take():
-            made, failed = map(int, line.split())
+            told = json.loads(line)
+            if "now" in told:
+                self._progress.show(Now(**told["now"]), seat.name)
+                continue
+            made, failed = told["made"], told["failed"]
             child.made, child.failed = child.made + made, child.failed + failed
             self._progress.count(made, failed)
         for line in child.words.take():
@@ -218,6 +224,7 @@ class Crew:
         """Take back what a process made and did not commit, and replace it if it crashed."""
         child.close()
         del self._at_work[seat]
+        self._progress.show(Now(), seat.name)
         code = child.process.returncode
         is_crash = code not in (0, OUT_OF_TIME_CODE, UsageError.exit_code, Interrupted.exit_code)
         self._codes[seat] = BatchgenError.exit_code if is_crash else code

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from batchgen.errors import BatchgenError, RowError
 from batchgen.generator import Dropped, Generator, OutOfMemory, Pending
-from batchgen.records import UNSAFE, Batch, Failure, Group, Image, Outcome, Row, Spent
+from batchgen.records import UNSAFE, Batch, Bucket, Failure, Group, Image, Outcome, Row, Spent
 from batchgen.stopping import Stop
 
 COMMIT_RESERVE_S = 5.0
@@ -23,6 +23,8 @@ class Maker:
     stop: Stop
     grace_s: float
     say: Callable[[str], None]
+    on_started: Callable[[Bucket], object] = lambda bucket: None
+    """Told of each batch's bucket before it is set to work."""
     _batch_s: dict[tuple[Group, int], float] = field(default_factory=dict)
     """Of a batch of as many rows as lanes, by the bucket's last one."""
     _largest: dict[Group, int] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Maker:
         return self.start(batch)()
 
     def _submit(self, batch: Batch) -> Pending:
+        self.on_started(Bucket(batch.group, batch.size))
         started = time.monotonic()
         pending = self.generator.submit(batch, self.should_drop(batch, started))
         self._batch_s[batch.group, batch.size] = (time.monotonic() - started) / _loads(batch)

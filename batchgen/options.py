@@ -71,6 +71,20 @@ def job_of(options: Mapping[str, Any]) -> Job:
     return load_job(options["job_file"], [*short, *options["overrides"]], flags)
 
 
+def origins_of(options: Mapping[str, Any]) -> dict[str, str]:
+    """What has given the keys of such a job that are not defaults, by `table.key`: the job file or an option."""
+    from batchgen.job import keys_given
+
+    short = {key: f"--{name}" for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
+    short = {key: _FLAGS.get(name.removeprefix("--"), name) for key, name in short.items()}
+    file = options["job_file"]
+    return {
+        **dict.fromkeys(keys_given(file, ()), file),
+        **short,
+        **dict.fromkeys(keys_given(None, options["overrides"]), "--set"),
+    }
+
+
 def words_of(options: Mapping[str, Any]) -> Iterator[str]:
     """The options as words of a command line that is given in the same folder."""
     for name, flag in _FLAGS.items():

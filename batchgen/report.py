@@ -92,8 +92,10 @@ def sampler_text(group: Group) -> str:
 
 def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list[str]:
     cut = drafted.cut
-    size = sum(one.pixels for one in summaries) * _BYTES_PER_PIXEL[job.output.image]
-    num_files = cut.num_rows if job.output.format == "files" else cut.num_shards
+    size, num_files = (
+        image_bytes(sum(one.pixels for one in summaries), job),
+        num_parts(cut.num_rows, cut.num_shards, job),
+    )
     num_batches = len(cut.batch_size)
     padded = sum(one.padded for one in summaries)
     idle = sum(one.idle_evaluations for one in summaries)
@@ -111,6 +113,16 @@ def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list
         f"on disk: about {sized(size)} of {job.output.image} in {counted(num_files, 'file')} ({job.output.format})",
         f"time: {time}",
     ]
+
+
+def image_bytes(pixels: float, job: Job) -> float:
+    """About what so many pixels take on the disk."""
+    return pixels * _BYTES_PER_PIXEL[job.output.image]
+
+
+def num_parts(num_images: int, num_shards: int, job: Job) -> int:
+    """Files under `data/` that so many images are in."""
+    return num_images if job.output.format == "files" else num_shards
 
 
 def plan_facts(drafted: Draft) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from batchgen.owners import end, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
 from batchgen.presence import intact, present
-from batchgen.progress import Progress, Quiet
+from batchgen.progress import AtWork, Progress, Quiet
 from batchgen.rundir import Planned, RunDirectory, open_run
 from batchgen.stopping import Stop
 from batchgen.timeleft import TimeLeft
@@ -175,8 +175,11 @@ def _work_off(run: RunDirectory, index: PlanIndex, job: Job, terms: Terms) -> tu
 def work(task: Task, stop: Stop, progress: Progress, opener: Opener = open_generator) -> int:
     """Work a task off in this process, by the ledger's owner. Raises what ends a worker."""
     ledger, share = task.ledger, task.left / (1 + task.num_others)
-    context = Context(progress.say, partial(settle, ledger), task.index.work(share))
-    _work(task, opener(task.job, context), stop, progress)
+    at_work = AtWork(progress)
+    context = Context(progress.say, partial(settle, ledger), task.index.work(share), at_work.preparing)
+    with at_work.waiting(f"loading the model {task.job.model.path}"):
+        generator = opener(task.job, context)
+    _work(task, generator, stop, progress, at_work)
     return 0
 
 
@@ -189,7 +192,7 @@ def _is_marked(run: RunDirectory, ledger: Ledger) -> bool:
     return is_marked
 
 
-def _work(task: Task, generator: Generator, stop: Stop, progress: Progress) -> None:
+def _work(task: Task, generator: Generator, stop: Stop, progress: Progress, at_work: AtWork) -> None:
     run, index, job, ledger = task.run, task.index, task.job, task.ledger
     settle_dtype(ledger, generator.versions.get("dtype"))
     threads = num_encoder_threads(job.output)
@@ -200,7 +203,7 @@ def _work(task: Task, generator: Generator, stop: Stop, progress: Progress) -> N
         EncoderPool(threads, num_in_flight(threads, max(one.size for one in buckets), largest)) as pool,
     ):
         reader = PlanReader(run.plans, index)
-        maker = Maker(generator, stop, job.run.grace_s, progress.say)
+        maker = Maker(generator, stop, job.run.grace_s, progress.say, lambda bucket: at_work.begin(str(bucket)))
         Worker(Workplace(run, reader, job, ledger, maker, pool, stop, progress, task.time_left), task.may_wait).work()
     measured = generator.measurements()
     if measured:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import click
@@ -45,8 +48,8 @@ def test_the_readmes_commands_are_taken() -> None:
     assert len(examples) >= len(cli.commands)
     for example in examples:
         name, *words = shlex.split(example)
-        if name == "bench":
-            name, *words = f"bench {words[0]}", *words[1:]
+        if name in ("bench", "job"):
+            name, *words = f"{name} {words[0]}", *words[1:]
         with COMMANDS[name].make_context(name, words):
             pass
 
@@ -65,3 +68,24 @@ def test_help_lists_every_command_whole() -> None:
     listed = runs.batchgen("--help").out
     assert "..." not in listed.split("Commands:")[1]
     assert all(f"  {name} " in listed for name in cli.commands)
+
+
+def completed(**environment: str) -> str:
+    """What the program says to a shell, in a process of its own: it writes bytes."""
+    command = [sys.executable, "-c", "from batchgen.__main__ import main; main()"]
+    own = os.environ | {"PYTHONPATH": str(runs.ROOT)} | environment
+    return subprocess.run(command, env=own, capture_output=True, text=True, check=True).stdout
+
+
+def test_shells_complete_commands_and_options() -> None:
+    """By the words that the README puts into a shell's own file."""
+    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
+    shells = set(re.findall(r"_BATCHGEN_COMPLETE=(\w+)_source batchgen", readme))
+    assert shells == {"bash", "zsh", "fish"}
+    for shell in shells - {"bash"}:  # For which click looks at the version of the bash that is there.
+        assert "_BATCHGEN_COMPLETE" in completed(_BATCHGEN_COMPLETE=f"{shell}_source")
+    words = {"batchgen stat": ["status"], "batchgen job init sd": ["sd15", "sd3", "sdxl"]}
+    for typed, wanted in words.items():
+        place = str(len(typed.split()) - 1)
+        told = completed(_BATCHGEN_COMPLETE="bash_complete", COMP_WORDS=typed, COMP_CWORD=place)
+        assert told.split() == [f"plain,{one}" for one in wanted]

@@ -28,6 +28,7 @@ from batchgen.finalize import finalize
 from batchgen.ledger import Ledger
 from batchgen.marker import SUCCESS, is_finished
 from batchgen.owners import this_process
+from batchgen.progress import Now
 from batchgen.publish import publish
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Terms, run_job, run_planned
@@ -154,6 +155,9 @@ class StopAfter:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def show(self, now: Now, who: str = "") -> None:
+        pass
 
 
 def stopped(path: Path, format_name: str, num: int) -> tuple[RunDirectory, list[Path], Balance]:

@@ -36,8 +36,8 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft schedule ranges
-    records slurm.programs infotext
+    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
+    records slurm.programs infotext jobs.files doctor.findings
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
@@ -46,7 +46,7 @@ LAYERS = [
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
     models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
-    models.folder identity ledger manifest costs known plan_index glance
+    models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
@@ -58,7 +58,7 @@ LAYERS = [
     engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts
-    mending appending sweeping
+    mending appending sweeping doctor.machine doctor.model watching
     epoch finalize verify
     repairing sheet reporting.rows
     reporting.cards
@@ -66,7 +66,7 @@ LAYERS = [
     reporting.tables
     reporting.page
     reporting.writing
-    worker saying slurm.script
+    worker saying slurm.script doctor.work
     runner slurm.submit bench.workload bench.figures
     launched
     children
@@ -77,12 +77,12 @@ LAYERS = [
     bench.images bench.victims bench.workers
     bench.siege bench.aftermath
     bench.soak
-    bench.commands slurm.commands reporting.commands console prefetch importing
+    bench.commands slurm.commands reporting.commands console prefetch importing jobs.commands doctor.commands
     cli
     """.strip().splitlines()
 ]
 """A module imports from its own layer and those above it in this list, never from one below, nor in a circle."""
-UNLAYERED = {"", "bench", "models", "engine", "reporting", "slurm", "sources", "__main__"}
+UNLAYERED = {"", "bench", "models", "doctor", "engine", "jobs", "reporting", "slurm", "sources", "__main__"}
 """The API, which is the command line's equal, and empty packages."""
 MOST_LINES = 350
 LATE = {"generator": {"models.pattern", "engine.whole"}}
@@ -112,7 +112,8 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report"]
+    "command",
+    ["--help", "import", "plan", "submit", "status", "verify", "finalize", "sheet", "report", "job", "doctor"],
 )
 def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes(tmp_path / "bin", monkeypatch)
@@ -123,6 +124,8 @@ def test_commands_that_need_no_torch(tmp_path: Path, command: str, monkeypatch: 
         "--help": [],
         "plan": [source],
         "submit": [source, "-o", tmp_path / "new"],
+        "job": ["show"],
+        "doctor": ["pattern"],
         "import": [csv, "-o", tmp_path / "imported.parquet"],
     }
     target = map(str, own.get(command, [tmp_path / "out"]))

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from batchgen.engine import decode, steps
+from batchgen.engine import compiling, decode, steps
 from batchgen.engine.checking import deviation_of
 from batchgen.engine.denoise import Lanes
 from batchgen.engine.engine import Engine
@@ -94,6 +95,29 @@ def test_another_batch_through_a_captured_bucket(eager: Run, graph: Run) -> None
         ]
         assert torch.equal(graph.latents(rows), eager.latents(rows))
     assert len(graph.engine.steps.captures) == num
+
+
+def test_what_is_made_ready_is_told_before() -> None:
+    """Steps and decoding, each once: a person must not wonder where no image comes."""
+    told: list[tuple[str, bool, int]] = []
+
+    @contextmanager
+    def preparing(what: str, *, is_long: bool) -> Iterator[None]:
+        told.append((what, is_long, len(run.said)))
+        yield
+
+    run = Run("graph", preparing=preparing)
+    run.make(mixed("ddim"))
+    (steps_told, decode_told), num_said = told, len(run.said)
+    assert steps_told == ("capturing 64x64, batch 3, guided, x,e", False, 0)
+    assert decode_told[0].startswith("capturing the decoding of ")
+    assert num_said > 0
+    run.make(mixed("ddim"))
+    assert len(told) == 2
+    assert [compiling.doing(mode) for mode in ("compiled", "regional+graph")] == [
+        "compiling",
+        "compiling and capturing",
+    ]
 
 
 def test_more_steps_than_the_room_are_captured_again(eager: Run) -> None:

@@ -29,6 +29,7 @@ from batchgen.making import Maker
 from batchgen.models.pattern import paint
 from batchgen.owners import end, this_process
 from batchgen.plan_reader import PlanReader, batches
+from batchgen.progress import Now
 from batchgen.records import Batch, Failure, Image, Outcome, Row, Spent
 from batchgen.stopping import Stop
 from batchgen.worker import Worker
@@ -79,6 +80,9 @@ class Heard:
 
     def say(self, text: str) -> None:
         self.lines.append(text)
+
+    def show(self, now: Now, who: str = "") -> None:
+        pass
 
 
 @dataclass

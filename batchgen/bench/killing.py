@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from batchgen.launcher import Seat, workforce
 from batchgen.ledger import Ledger
 from batchgen.owners import Owner
-from batchgen.progress import Progress
+from batchgen.progress import Now, Progress
 from batchgen.runner import Task, Workforce
 from batchgen.stopping import Stop
 
@@ -62,3 +62,6 @@ class _Counting:
 
     def say(self, text: str) -> None:
         self._progress.say(text)
+
+    def show(self, now: Now, who: str = "") -> None:
+        self._progress.show(now, who)

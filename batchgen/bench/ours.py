@@ -25,7 +25,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import BatchgenError
 from batchgen.generator import Context, Generator
 from batchgen.job import Job
-from batchgen.progress import Progress
+from batchgen.progress import Now, Progress
 from batchgen.records import Batch
 from batchgen.rundir import Planned
 from batchgen.runner import Terms, run_job, work
@@ -88,6 +88,9 @@ class _Listener:
     def count(self, made: int, failed: int) -> None:
         self.made += made
         self.failed += failed
+
+    def show(self, now: Now, who: str = "") -> None:
+        pass
 
     @contextmanager
     def listening(self, balance: Balance) -> Iterator[Progress]:

@@ -40,6 +40,12 @@ def mode_named(kernels: str, *, is_captured: bool) -> str:
     return "graph" if kernels == "eager" else f"{kernels}+graph"
 
 
+def doing(mode: str) -> str:
+    """What it takes to make a bucket ready for a mode, in a word."""
+    kernels, is_captured = mode_of(mode)
+    return " and ".join([*(["compiling"] if kernels != "eager" else []), *(["capturing"] if is_captured else [])])
+
+
 class Compiler:
     """What was compiled for one model."""
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.checking import check
-from batchgen.engine.compiling import Compiler, mode_of
+from batchgen.engine.compiling import Compiler, doing, mode_of
 from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, reserved_bytes
 from batchgen.engine.room import with_room
-from batchgen.generator import NoRoom
+from batchgen.generator import NoRoom, Preparing, unannounced
 from batchgen.models.family import Family
 from batchgen.models.transfer import Mark, to_host
 from batchgen.records import Pixels
-from batchgen.wording import first_line
+from batchgen.wording import counted, first_line
 
 CHECKED_IMAGES = 2
 """Of a chunk whose kernels' code is the same for any number of images."""
@@ -62,6 +62,7 @@ class Decoder:
         pool: GraphPool,
         say: Callable[[str], None],
         free: Callable[[], object] = lambda: None,
+        preparing: Preparing = unannounced,
     ) -> None:
         """`free` gives back what all graphs hold."""
         self.held_bytes = 0
@@ -71,6 +72,7 @@ class Decoder:
         self._pool = pool
         self._say = say
         self._free = free
+        self._preparing = preparing
         self._ready: dict[tuple[str, torch.Size], _Decode] = {}
         self._instead: dict[str, str] = {}
         """Modes that do not work here, and what runs in their place."""
@@ -119,7 +121,7 @@ class Decoder:
         while place not in self._ready:
             mode = self._instead.get(mode, mode)
             try:
-                self._ready[place] = self._prepare(padded, mode)
+                self._ready[place] = self._made(padded, mode)
             except Exception as error:  # whatever torch.compile and capture raise: there is another way to decode
                 if is_memory(error) or not is_alive(self._model.device):
                     raise
@@ -127,6 +129,14 @@ class Decoder:
                 self._say(f"decoding does not work {mode} here ({type(error).__name__}: {reason}); it runs eager")
                 self._instead[mode] = "eager"
         return self._ready[place]
+
+    def _made(self, padded: Tensor, mode: str) -> _Decode:
+        if mode == "eager":
+            return self._prepare(padded, mode)
+        images, (_, _, height, width) = counted(len(padded), "image"), padded.shape
+        what = f"{doing(mode)} the decoding of {images} from latents of {width}x{height}"
+        with self._preparing(what, is_long=mode_of(mode)[0] != "eager"):
+            return self._prepare(padded, mode)
 
     def _prepare(self, padded: Tensor, mode: str) -> _Decode:
         """Compile and capture as the mode says, and check the result against eager. Raises Refused."""

@@ -58,7 +58,9 @@ class Engine:
         self._group: Group | None = None
         self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
         self._say = context.say
-        self._decoder = Decoder(self.model, self._compiler, self._pool, context.say, self.free)
+        self._decoder = Decoder(
+            self.model, self._compiler, self._pool, context.say, free=self.free, preparing=context.preparing
+        )
         self._captures_decodes = True
         self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
         self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.checking import check
-from batchgen.engine.compiling import Compiler, mode_of
+from batchgen.engine.compiling import Compiler, doing, mode_of
 from batchgen.engine.denoise import Lanes, step
 from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
@@ -79,6 +79,7 @@ class Steps:
         self._model = model
         self._compiler = compiler
         self._say = context.say
+        self._preparing = context.preparing
         self._pool = pool
         self._ready: dict[Bucket, _Ready] = {}
         self._broken: dict[Bucket, str] = {}
@@ -146,7 +147,8 @@ class Steps:
                 if alike is not None:
                     step(self._model, alike.network, *relay.first(room))
                     ready = alike
-                else:
+                    break
+                with self._preparing(f"{doing(mode)} {bucket}", is_long=mode_of(mode)[0] != "eager"):
                     ready = self._prepare(bucket, mode, *relay.first(room, num))
                 break
             except Exception as error:  # whatever torch.compile and capture raise: the bucket has other ways to run

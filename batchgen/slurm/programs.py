@@ -39,6 +39,11 @@ def _missing(program: str) -> SlurmError:
     return SlurmError(f"there is no {program} here; is this a machine of the cluster?")
 
 
+def version() -> str:
+    """What `sbatch` says it is. Raises SlurmError where it is not there."""
+    return _call(["sbatch", "--version"], ASKING_S).strip()
+
+
 def requeue(name: str) -> None:
     """Put a running job, or one task of an array, into the queue again: its processes are ended."""
     _call(["scontrol", "requeue", name], ASKING_S)

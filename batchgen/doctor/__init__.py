@@ -1,0 +1,1 @@
+"""What a run would find on this machine, told before it."""

@@ -1,0 +1,1 @@
+"""Job files for people: example files, from which new ones are made, and how a job came about."""
