@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from batchgen import codec
-from batchgen.models import latent
+from batchgen.models import unet
 from batchgen.models.demo.captions import plain
 from batchgen.models.demo.judge import Verdict, judge
 from batchgen.models.demo.scenes import Scene, held_out_scenes
@@ -76,12 +76,12 @@ def test_swapped_prompts_would_show() -> None:
 
 
 def test_turned_guidance_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = latent.guide
+    right = unet.guide
 
     def turned(prediction: torch.Tensor, conditioning: Any) -> torch.Tensor:
         return right(torch.cat(prediction.chunk(2)[::-1]), conditioning)
 
-    monkeypatch.setattr(latent, "guide", turned)
+    monkeypatch.setattr(unet, "guide", turned)
     wanted = scenes(8)
     verdicts = [judge(picture, scene) for scene, picture in zip(wanted, made(asked(wanted)), strict=True)]
     assert share_of_things(verdicts) <= 0.3

@@ -60,7 +60,8 @@ def test_this_machine_is_fit_for_the_demo(tmp_path: Path) -> None:
     assert 10**6 < found["model"]["facts"]["parameters"] < 10**8
 
 
-def test_it_says_so_in_words_too() -> None:
+def test_it_says_so_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     ended = runs.batchgen("doctor", "pattern")
     assert (ended.code, ended.closing_line) == (0, "nothing amiss")
     assert re.search(r"(?m)^ok     model         pattern: family pattern", ended.out)

@@ -256,7 +256,12 @@ def test_a_damaged_plan_file_is_named_and_never_read_as_other_rows(done: Frozen,
 def test_a_worker_reads_one_row_group(done: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     real = pq.ParquetFile.read_row_group
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda file, n, **kw: read.append(n) or real(file, n, **kw))
+
+    def noted(file: pq.ParquetFile, number: int, *arguments: Any, **options: Any) -> pa.Table:
+        read.append(number)
+        return real(file, number, *arguments, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
     monkeypatch.setattr(pq.ParquetFile, "read", None)
     PlanReader(done.run.plans, done.index).shard(3)
     assert read == [3]

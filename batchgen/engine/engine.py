@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -199,14 +200,16 @@ class Engine:
         """Settle the modes, at the first batch, and order the weights as they want them."""
         if self._tuning.is_settled:
             return
-        model = self.model
+        model, places = self.model, list(range(len(rows)))
 
-        noise = to_device(torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows]), self.device)
-        places = list(range(len(rows)))
+        @functools.cache
+        def noise() -> Tensor:
+            made = torch.cat([model.noise(row, torch.Generator().manual_seed(0)) for row in rows])
+            return to_device(made, self.device)
 
         def probe(times: int) -> None:
             timesteps = torch.full((times * len(rows),), 500.0, device=self.device)
-            model.predict(model.network, noise.repeat(times, 1, 1, 1), timesteps, conditioning.of(times * places))
+            model.predict(model.network, noise().repeat(times, 1, 1, 1), timesteps, conditioning.of(times * places))
 
         self._tuning.choose(bucket, sum(parameter.numel() for parameter in model.network.parameters()), probe)
         self._pool.clear()
