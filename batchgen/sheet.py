@@ -34,6 +34,7 @@ _TEXT, _TITLE = 11, 20
 _LINE, _NUM_LINES, _LETTERS = 14, 3, 28
 """Height of a line in pixels; lines and letters that a prompt may have."""
 _TITLE_LINE = 36
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 _CELL = (_PICTURE + _GAP, _PICTURE + _NUM_LINES * _LINE + _GAP)
 
 
@@ -76,20 +77,22 @@ def contact_sheet(pictures: Sequence[tuple[Pixels, str]], title: str = "") -> Im
     top = _TITLE_LINE if title else 0
     sheet = Image.new("RGB", (columns * _CELL[0] + _GAP, top + rows * _CELL[1] + _GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
-    draw.text((_GAP, _GAP), _fitting(title, sheet.width - 2 * _GAP), fill="black", font=ImageFont.load_default(_TITLE))
+    title_font = ImageFont.load_default(_TITLE)
+    draw.text((_GAP, _GAP), _fitting(title, sheet.width - 2 * _GAP, title_font), fill="black", font=title_font)
     for number, (pixels, prompt) in enumerate(pictures):
         x, y = (_GAP + place * size for place, size in zip((number % columns, number // columns), _CELL, strict=True))
         y += top
         picture = ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
         sheet.paste(picture, (x + (_PICTURE - picture.width) // 2, y + _PICTURE - picture.height))
         for line, text in enumerate(wrap(prompt, _LETTERS, max_lines=_NUM_LINES, placeholder=" …")):
-            draw.text((x, y + _PICTURE + 2 + line * _LINE), text, fill="black", font=font)
+            fitting = _fitting(text, _CELL[0] - _GAP, font)
+            draw.text((x, y + _PICTURE + 2 + line * _LINE), fitting, fill="black", font=font)
     return sheet
 
 
-def _fitting(title: str, width: int) -> str:
-    """A title in one line of so many pixels."""
-    font, text = ImageFont.load_default(_TITLE), shorten(" ".join(title.split()), 300)
+def _fitting(text: str, width: int, font: _Font) -> str:
+    """A text in one line of so many pixels."""
+    text = shorten(" ".join(text.split()), 300)
     return next(cut for num in range(len(text), -1, -1) if font.getlength(cut := shorten(text, max(1, num))) <= width)
 
 

@@ -59,9 +59,9 @@ QUICKSTART = (
     ("red-cross", "a large red cross on a white background", None, 96, 96, 8, 1.0, 3),
     ("tree", "a big tree on a pink background", "a small tree", 96, 96, 9, 5.0, None),
     ("boat", "a sailboat below a cloud on a cyan background", None, 96, 96, 9, 3.5, 2**64 - 1),
-    ("unicorn", "a unicorn on a purple background", None, 128, 128, 8, 4.0, None),
-    ("kite", "a kite 🪁 on a green background", None, 128, 128, 8, None, None),
-    ("guitar", "a huge guitar, no text", "text, letters", 128, 128, 8, 5.0, 11),
+    ("unicorn", "a unicorn on a purple background", None, 128, 128, 6, 4.0, None),
+    ("kite", "a kite 🪁 on a green background", None, 128, 128, 6, None, None),
+    ("guitar", "a huge guitar, no text", "text, letters", 128, 128, 6, 5.0, 11),
 )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from batchgen import codec
 from batchgen.models import unet
+from batchgen.models.demo import WEIGHTS
 from batchgen.models.demo.captions import plain
 from batchgen.models.demo.judge import Verdict, judge
 from batchgen.models.demo.scenes import Scene, held_out_scenes
@@ -95,3 +96,9 @@ def test_a_lost_negative_prompt_would_show() -> None:
     white = [sum(judge(one, CAT).background == "white" for one in some) for some in (with_negative, without)]
     assert white[0] <= 2
     assert white[1] >= 12
+
+
+def test_the_weights_name_no_place_of_the_machine_that_trained_them() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in WEIGHTS.rglob("*.json") if path.name != "tokenizer.json"]
+    assert len(texts) >= 5
+    assert not [text for text in texts if "_name_or_path" in text or "/tmp" in text]

@@ -216,7 +216,7 @@ def test_preemption(slurm: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "shell"])
 def test_time_limit(slurm: Cluster, tmp_path: Path, launcher: str) -> None:
     """Warned before it, a task commits what it has and puts itself into the queue again, by its own name, once."""
-    keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=15", f"slurm.launcher={launcher}")
+    keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=15", "run.grace_s=10", f"slurm.launcher={launcher}")
     keys = (*keys, "plan.shard_images=60", "plan.batch_sizes=[1]")
     run = submit(slurm, runs.slow(tmp_path / "m.parquet", 60, 0.8), "--requeue", keys=keys)
     states, finish = run.ended()
@@ -231,7 +231,14 @@ def test_time_limit(slurm: Cluster, tmp_path: Path, launcher: str) -> None:
 
 def test_time_limit_of_a_task_with_two_workers(slurm: Cluster, tmp_path: Path) -> None:
     """As of one that has several GPUs: its launcher drains both, and puts the task into the queue again."""
-    keys = ("slurm.tasks=1", "slurm.time=1", "slurm.warn_s=20", "plan.shard_images=40", "plan.batch_sizes=[1]")
+    keys = (
+        "slurm.tasks=1",
+        "slurm.time=1",
+        "slurm.warn_s=20",
+        "run.grace_s=10",
+        "plan.shard_images=40",
+        "plan.batch_sizes=[1]",
+    )
     run = submit(slurm, runs.slow(tmp_path / "m.parquet", 160, 0.7), "--requeue", keys=keys)
     slurm.ask("scancel", run.array)
     assert slurm.ended(run.array)[0].name == "CANCELLED"
@@ -251,7 +258,14 @@ def test_time_limit_of_a_task_with_two_workers(slurm: Cluster, tmp_path: Path) -
 
 def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) -> None:
     """The finishing job says what is outstanding; `submit --resume` sends tasks for that alone."""
-    keys = ("slurm.tasks=2", "slurm.time=1", "slurm.warn_s=15", "plan.shard_images=40", "plan.batch_sizes=[1]")
+    keys = (
+        "slurm.tasks=2",
+        "slurm.time=1",
+        "slurm.warn_s=15",
+        "run.grace_s=10",
+        "plan.shard_images=40",
+        "plan.batch_sizes=[1]",
+    )
     run = submit(slurm, runs.slow(tmp_path / "m.parquet", 80, 1.2), keys=keys)
     states, finish = run.ended()
     assert codes(states) == dict.fromkeys(range(2), ("FAILED", 75)), run.logs()

@@ -100,6 +100,11 @@ def save_pipeline(pipeline: Any, folder: Path) -> None:
     }
     diffusers.StableDiffusionPipeline(**half, requires_safety_checker=False).save_pretrained(folder)
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULER, indent=2) + "\n")
+    for config in folder.glob("*/config.json"):
+        content = json.loads(config.read_text())
+        # Where a network was read from is nobody else's.
+        content.pop("_name_or_path", None)
+        config.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _half(network: Any) -> Any:

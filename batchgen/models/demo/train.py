@@ -40,7 +40,7 @@ _JUDGED = ((64, 64, 2.0), (64, 64, 4.0), (64, 64, 7.5), (96, 64, 4.0), (64, 96, 
 @click.option("--minutes", type=float, default=9.0, show_default=True, help="Of the whole command.")
 @click.option("--resume", type=click.Path(exists=True, path_type=Path), help="The OUT of an earlier stretch.")
 @click.option("--smoke", "is_smoke", is_flag=True, help="A few steps of every stage, to see that all of it runs.")
-@click.option("--batch-pixels", type=int, help="In place of the settings'.")
+@click.option("--batch-pixels", type=click.IntRange(min=64 * 64), help="In place of the settings'.")
 def main(out: Path, minutes: float, resume: Path | None, is_smoke: bool, batch_pixels: int | None) -> None:
     """Train the demo model, or train it on."""
     settings = smoke(load_settings()) if is_smoke else load_settings()
