@@ -188,6 +188,15 @@ def test_speed_of_other_work_is_what_the_figures_say() -> None:
     assert f"for {mixed['batchgen']['idle_row_steps_share']:.1%} of the steps".replace("%", " %") in README
 
 
+def test_the_demo_model_is_as_good_as_its_figures_say() -> None:
+    found = figures("demo")
+    shares = [round(100 * found[name]["share"]) for name in ("background", "shapes", "common_emoji")]
+    assert found["pictures"] == 1000
+    assert (shares[0] >= 97, shares[1] >= 90, shares[2] >= 85) == (True, True, True)
+    text = "background right in {} %, shapes in {} % and the 300 commonest emoji in {} %".format(*shares)
+    assert text in " ".join(README.split())
+
+
 def test_speed_of_two_gpus_is_what_the_figures_say() -> None:
     sd15, sdxl = (figures(f"workers-{name}") for name in ("sd15", "sdxl"))
     assert (sd15["has_same_pixels"], sdxl["has_same_pixels"], sd15["loss"]["has_same_pixels"]) == (True, True, True)

@@ -57,6 +57,14 @@ def test_prompts_are_written_and_long_ones_cut() -> None:
     assert ink("🦊 狐 \u202e \x00") >= 0
 
 
+@pytest.mark.parametrize("prompt", ["M" * 28, "WHAT A LARGE OLD LIGHTHOUSE IN THE RAIN", "龍" * 28])
+def test_a_caption_stays_under_its_picture(prompt: str) -> None:
+    """Whatever its letters are wide: the space to the next picture's is white."""
+    sheet = np.asarray(contact_sheet([(plain(0), prompt), *[(plain(0), "")] * 11]))
+    assert (sheet[172:210, 8:168] < 128).any()
+    assert (sheet[172:210, 168:176] == 255).all()
+
+
 @pytest.mark.parametrize("kind", runs.FORMATS)
 def test_the_first_rows_of_a_run_in_manifest_order(tmp_path: Path, kind: str) -> None:
     sizes = [(64, 64), (96, 64), (64, 96), (64, 64), (128, 64), (64, 64)]
