@@ -13,12 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 
 from batchgen.models.demo import captions, networks, sprites, vocabulary, words
 from batchgen.models.demo.autoencoder import _standardise
 from batchgen.models.demo.drawing import draw
 from batchgen.models.demo.judge import judge, judge_run, report
+from batchgen.models.demo.judge import main as judge_command
 from batchgen.models.demo.scenes import (
     Scene,
     boxes,
@@ -29,6 +31,7 @@ from batchgen.models.demo.scenes import (
     training_scenes,
     words_of,
 )
+from batchgen.models.demo.train import main as train_command
 from batchgen.models.demo.train import train
 from batchgen.models.demo.training import Data, Pace, load_settings, smoke
 from tests import runs
@@ -293,3 +296,18 @@ class TestTraining:
         assert ended.code == 0, ended.err
         assert len(runs.check_images(tmp_path / "out", is_pattern=False)) == len(rows)
         assert pq.read_table(tmp_path / "out/metadata.parquet")["sampler"][0].as_py() == "DPMSolverMultistepScheduler"
+
+
+def test_what_the_commands_cannot_use_is_said_in_a_sentence(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"file_name": ["a.png"]}), tmp_path / "metadata.parquet")
+    out = str(tmp_path / "out")
+    for command, words_, said in (
+        (judge_command, [], "Missing argument 'DIRECTORY'"),
+        (judge_command, [str(tmp_path)], "is no finished run whose manifest has a column `scene`"),
+        (train_command, [out, "--minutes", "1"], "--minutes 1 leaves no time to train: 60 s of it"),
+        (train_command, [out, "--resume", str(tmp_path)], "an earlier OUT holds training.json and model/"),
+        (train_command, [out, "--batch-pixels", "0"], "0 is not in the range"),
+    ):
+        ended = CliRunner().invoke(command, words_)
+        assert (ended.exit_code, said in " ".join(ended.output.split())) == (2, True), ended.output
+    assert not (tmp_path / "out").exists()

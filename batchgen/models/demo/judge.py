@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -143,15 +143,29 @@ def _share(right: Iterable[bool]) -> dict[str, float | int | None]:
 
 
 def judge_run(directory: Path) -> Iterator[Verdict]:
-    """Judge the rows of a finished run in the `files` format that have a `scene`."""
+    """Judge the rows of a finished run in the `files` format that have a `scene`. Raises click.UsageError where there
+    is no such run."""
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(directory / "metadata.parquet", columns=["file_name", "scene"]).to_pylist()
+    table = directory / "metadata.parquet"
+    if not table.exists() or "scene" not in pq.read_schema(table).names:
+        raise click.UsageError(
+            f"{directory} is no finished run whose manifest has a column `scene`; make one: "
+            "batchgen run manifests/thousand.parquet"
+        )
+    rows = pq.read_table(table, columns=["file_name", "scene"]).to_pylist()
     for row in rows:
         if row["scene"] is not None:
             with Image.open(directory / row["file_name"]) as image:
                 yield judge(np.asarray(image.convert("RGB")), scene_of(row["scene"]))
 
 
+@click.command()
+@click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def main(directory: Path) -> None:
+    """Say what share of the pictures of a run shows what was asked for, as JSON."""
+    click.echo(json.dumps(report(judge_run(directory)), indent=1, ensure_ascii=False))
+
+
 if __name__ == "__main__":
-    print(json.dumps(report(judge_run(Path(sys.argv[1]))), indent=1, ensure_ascii=False))
+    main()

@@ -46,6 +46,12 @@ def main(out: Path, minutes: float, resume: Path | None, is_smoke: bool, batch_p
     settings = smoke(load_settings()) if is_smoke else load_settings()
     if batch_pixels:
         settings = replace(settings, batch_pixels=batch_pixels)
+    if 60 * minutes <= settings.reserve_s:
+        raise click.UsageError(
+            f"--minutes {minutes:g} leaves no time to train: {settings.reserve_s:g} s of it are kept for the end"
+        )
+    if resume and not ((resume / "training.json").exists() and (resume / "model").is_dir()):
+        raise click.UsageError(f"--resume {resume}: an earlier OUT holds training.json and model/, and this does not")
     train(settings, out, minutes, resume)
 
 
