@@ -107,10 +107,11 @@ def _place() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def folder() -> Path:
-    """An sd1 folder whose checker flags the rows UNSAFE of ROWS."""
-    made = that_flags(images(tiny.engine("sd1"), ROWS), UNSAFE, SPECIAL)
-    return add(tiny.folder("sd1"), made, Path(_place().name) / "safe")
+def folder(*options: str) -> Path:
+    """An sd1 folder whose checker flags the rows UNSAFE of ROWS, as an engine of these options makes them: another
+    dtype's noise can be another picture."""
+    made = that_flags(images(Engine(tiny.job(tiny.folder("sd1"), *options)), ROWS), UNSAFE, SPECIAL)
+    return add(tiny.folder("sd1"), made, Path(_place().name) / f"safe-{len(list(Path(_place().name).iterdir()))}")
 
 
 @functools.cache

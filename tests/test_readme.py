@@ -188,6 +188,13 @@ def test_speed_of_other_work_is_what_the_figures_say() -> None:
     assert f"for {mixed['batchgen']['idle_row_steps_share']:.1%} of the steps".replace("%", " %") in README
 
 
+def test_memory_of_many_buckets_is_what_the_figures_say() -> None:
+    found = figures("captured-sd15")
+    assert len(found["held"]) == 40
+    assert found["over_largest_bytes"] == 0
+    assert f"the largest size alone, {found['held'][0]['reserved_bytes'] / 1e9:.1f} GB" in " ".join(README.split())
+
+
 def test_the_demo_model_is_as_good_as_its_figures_say() -> None:
     found = figures("demo")
     shares = [round(100 * found[name]["share"]) for name in ("background", "shapes", "common_emoji")]
