@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from batchgen.engine.denoise import load_lanes
 from batchgen.engine.engine import Engine
 from batchgen.engine.relay import Relay
 from batchgen.generator import Context, OutOfMemory
@@ -210,6 +211,56 @@ def test_lanes_are_refilled_without_waiting_and_with_the_bits_of_each_row_alone(
     for made in (eager, captured):
         assert torch.equal(tiny.denoise(made, many, 3), alone)
     assert [one.mode for one in captured.steps.captures] == ["graph"]
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler_ancestral"])
+def test_batch_size_does_not_matter(sampler: str) -> None:
+    """Cases 1 and 8: seeds 1 to 5 alone, and in fours with a tail of one."""
+    made = engine_in("graph", dtype="float32")
+    five = [tiny.row(i, seed=1 + i, prompt="a boat", sampler=sampler) for i in range(5)]
+    alone = [tiny.denoise(made, [row]) for row in five]
+    fours = torch.cat([tiny.denoise(made, five[:4]), tiny.denoise(made, five[4:], 4)])
+    assert max(map(tiny.difference, alone, fours.split(1))) < 5e-3
+    assert tiny.difference(fours[0], fours[1]) > 0.1
+    tables = made.tables(five)
+    together = load_lanes(made.model, five, tables)
+    for i in range(5):
+        own = load_lanes(made.model, five[i : i + 1], tables[i : i + 1])
+        assert torch.equal(own.latents[0], together.latents[i])
+        assert torch.equal(own.noise[0], together.noise[i])
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "pndm"])
+def test_nan_stays_in_its_row_and_its_replays(sampler: str) -> None:
+    """Case 32: a row that overflows, then another batch through the same graph."""
+    made = engine_in("graph")
+    good = [tiny.row(i, sampler=sampler) for i in range(3)]
+    before = made.submit(tiny.batch(good, made.facts), tiny.never)()
+    poisoned = [good[0], dataclasses.replace(good[1], guidance_scale=1e38), good[2]]
+    among = made.submit(tiny.batch(poisoned, made.facts), tiny.never)()
+    after = made.submit(tiny.batch(good, made.facts), tiny.never)()
+    assert isinstance(among[1], Failure)
+    assert among[1].error == "NotFinite"
+    for i, outcomes in ((0, among), (2, among), (0, after), (1, after), (2, after)):
+        one, wanted = outcomes[i], before[i]
+        assert isinstance(one, Image)
+        assert isinstance(wanted, Image)
+        assert np.array_equal(one.pixels, wanted.pixels)
+    assert [one.mode for one in made.steps.captures] == ["graph"]
+
+
+@pytest.mark.parametrize("changed", ["prompt", "negative_prompt", "seed", "steps", "guidance_scale"])
+def test_what_changes_after_the_capture_is_followed(changed: str) -> None:
+    """Case 35."""
+    made, batch = engine_in("graph"), rows("ddim")
+    before = tiny.denoise(made, batch).clone()
+    value: Any = {"prompt": "another", "negative_prompt": "else", "seed": 99, "steps": 5, "guidance_scale": 9.0}[
+        changed
+    ]
+    after = tiny.denoise(made, [dataclasses.replace(batch[0], **{changed: value}), *batch[1:]])
+    assert not torch.equal(after[0], before[0])
+    assert torch.equal(after[1:], before[1:])
+    assert len(made.steps.captures) == 1
 
 
 def test_compiled_steps_are_near_eager() -> None:

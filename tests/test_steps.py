@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from batchgen.engine import compiling, decode, steps
-from batchgen.engine.checking import deviation_of
+from batchgen.engine.checking import Refused, check, deviation_of
 from batchgen.engine.denoise import Lanes
 from batchgen.engine.engine import Engine
 from batchgen.engine.relay import Relay
@@ -419,3 +419,19 @@ def test_what_batches_took_is_told(eager: Run, graph: Run) -> None:
     assert [one.bucket for one in told] == [str(one.bucket) for one in graph.engine.steps.captures]
     assert {one.mode for one in told} == {"graph"}
     assert all(one.seconds > 0 for one in told)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "most"),
+    [
+        ("eager", torch.bfloat16, 0.0),
+        ("compiled", torch.float32, 0.01),
+        ("compiled", torch.float16, 0.01),
+        ("regional", torch.bfloat16, 0.079),
+    ],
+)
+def test_a_deviation_is_allowed_that_the_dtype_rounds_by(kernels: str, dtype: torch.dtype, most: float) -> None:
+    wanted = torch.ones(2, 4, 8, 8)
+    assert check(wanted * (1 + most), wanted, kernels, dtype) == pytest.approx(most, rel=1e-3)
+    with pytest.raises(Refused, match="deviates from eager"):
+        check(wanted * (1 + 1.1 * most + 1e-3), wanted, kernels, dtype)

@@ -157,7 +157,7 @@ class Decoder:
         # Not of the batch's own: one row that is not finite would speak against all.
         random = torch.Generator(padded.device).manual_seed(0)
         other = torch.empty_like(padded).normal_(generator=random)
-        check(made(other), self._model.decode(self._model.decoder, other), kernels)
+        check(made(other), self._model.decode(self._model.decoder, other), kernels, self._model.vae.dtype)
         self.held_bytes += max(0, reserved_bytes(self._model.device) - before) if is_captured else 0
         return made
 

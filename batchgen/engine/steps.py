@@ -206,7 +206,7 @@ class Steps:
                 ready.replay()
             else:
                 step(self._model, ready.network, made, told)
-        return check(made.latents, eager.latents, mode_of(ready.mode)[0])
+        return check(made.latents, eager.latents, mode_of(ready.mode)[0], self._model.dtype)
 
 
 def _advance(call: Callable[[int], None], num: int, device: torch.device, should_drop: Callable[[], bool]) -> None:
