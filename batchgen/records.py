@@ -33,6 +33,8 @@ class Group:
     sampler: str = ""
     steps: int = 0
     """`sampler` and `steps` belong to the key only where `form` is "", else they are empty and per row."""
+    negative_length: int | None = None
+    """Tokens per encoded negative prompt, 0 where no row is guided; None where no text's length follows the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ class Bucket:
 
     def __str__(self) -> str:
         guided = "guided" if self.group.is_guided else "unguided"
-        return f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}, {self.group.form or 'own update'}"
+        length = "" if self.group.negative_length is None else f", text {self.group.text_length}"
+        negative = f" and {self.group.negative_length}" if self.group.negative_length else ""
+        shape = f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}"
+        return f"{shape}, {self.group.form or 'own update'}{length}{negative}"
 
     @property
     def rows(self) -> int:
