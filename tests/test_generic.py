@@ -136,7 +136,7 @@ def test_a_size_that_the_pipeline_rounds_fails_the_row() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["pixart", "flux"])
+@pytest.mark.parametrize("kind", ["pixart", "flux", "z-image"])
 def test_a_run_from_manifest_to_files(tmp_path: Path, kind: str) -> None:
     known = facts_of(Model(path=str(families.folder(kind))))
     columns: dict[str, list[object]] = {

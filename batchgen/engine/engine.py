@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.cost import Measurement
-from batchgen.engine.compiling import Compiler, mode_named, mode_of
+from batchgen.engine.compiling import Compiler, mode_named, mode_of, order_by_channels
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
@@ -218,7 +218,7 @@ class Engine:
         self._meter.forget_peak()
         if self._tuning.is_compiled:
             for network in (model.network, model.vae):
-                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                order_by_channels(network)
 
     def _enter(self, group: Group) -> None:
         """Free what only the group before needed."""
