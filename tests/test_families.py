@@ -22,8 +22,9 @@ from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
 
-PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍 é")
-NEGATIVES = (None, "", "blurry, ugly", "a word")
+PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍é")
+"""The first and the last are of one length to a tokenizer of bytes."""
+NEGATIVES = (None, "a word", "blurry, ugly", "")
 SEEDS = (0, 2**32 + 7, 2**64 - 1, 12)
 STEPS = (2, 4, 3, 4)
 GUIDED = (1.5, 7.3, 4.0, 3.0)

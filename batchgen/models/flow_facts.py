@@ -18,12 +18,13 @@ FLUX2_LENGTH = 512
 """Tokens of Qwen3 that Flux2KleinPipeline takes by default; the next, those of the chat before the prompt."""
 _BEFORE_PROMPT = 3
 QWEN_LENGTHS = Lengths(
-    (64, 128, 256, 512),
+    tuple(range(1, 513)),
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
     skipped=34,
 )
-"""QwenImagePipeline's. Its network looks at no padding, and no place depends on it: any length gives the same image."""
+"""QwenImagePipeline's: a text's own. Its network could be told padding to look past, but then attention is slower by
+half (one H200, 4,160 tokens of 24 heads: 1.07 ms, and 0.68 ms without a mask)."""
 Z_LENGTHS = Lengths(tuple(range(32, 513, 32)))
 """Those that ZImageTransformer2DModel pads texts to by tokens that it looks at, up to the most of ZImagePipeline."""
 _FLUX_SIDE = 128

@@ -1,7 +1,7 @@
 """The Qwen-Image family (Qwen team 2025), a `batchgen.models.family.Family`.
 
 Each function does what diffusers' QwenImagePipeline does at that point, for a batch whose rows differ in prompt, seed,
-guidance and timestep. No token looks at padding and no place depends on it, so prompts are padded to a few lengths.
+guidance and timestep. Texts are not padded: rows of a batch share their length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchgen.models.family import Conditioning, Network, Schedule
 from batchgen.models.flow_facts import QWEN_LENGTHS
 from batchgen.models.folder import ModelFolder
 from batchgen.models.loading import load_components
-from batchgen.models.varying import MASK, NEGATIVE, PROMPT, VaryingText
+from batchgen.models.varying import NEGATIVE, PROMPT, VaryingText
 
 _PATCH = 2
 """Latents along a side of each patch of the network's sequence."""
@@ -63,7 +63,6 @@ class QwenImage(VaryingText):
                 hidden_states=patches,
                 timestep=timesteps.to(latents.dtype) / 1000,
                 encoder_hidden_states=inputs[text],
-                encoder_hidden_states_mask=inputs[text + MASK],
                 img_shapes=shapes,
                 return_dict=False,
             )[0]
