@@ -170,6 +170,28 @@ def chroma() -> Any:
     )
 
 
+BRIA: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "axes_dims_rope": [4, 6, 6],
+}
+
+
+def bria() -> Any:
+    """A pipeline that no family of its own knows."""
+    return diffusers.BriaPipeline(
+        transformer=diffusers.BriaTransformer2DModel(**BRIA).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
 QWEN_TEXT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -306,6 +328,7 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "klein": lambda: flux2(is_distilled=True),
     "klein-base": lambda: flux2(is_distilled=False),
     "pixart": pixart,
+    "bria": bria,
     "qwen": qwen_image,
     "z-image": z_image,
     "chroma": chroma,

@@ -43,6 +43,8 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "qwen": {"sampler": "euler", "guidance_scale": 0.0, **WIDE},
     "z-image": {"sampler": "euler", **WIDE},
+    "chroma": {"sampler": "euler", **WIDE},
+    "bria": {"sampler": "FlowMatchEulerDiscreteScheduler", **WIDE},
 }
 """What the rows of a family's batch have in common."""
 
@@ -98,7 +100,7 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"])
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     captures = families.engine(kind, "graph").steps.captures
@@ -125,7 +127,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -136,7 +138,9 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     assert kind not in ("klein", "z-image") or "tokenizer/chat_template.jinja" in files
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image"])
+@pytest.mark.parametrize(
+    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"]
+)
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}

@@ -28,7 +28,7 @@ WITH_TORCH = (
         "models/loading.py",
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
-    *("models/qwen_image.py", "models/varying.py", "models/z_image.py"),
+    *("models/chroma.py", "models/qwen_image.py", "models/varying.py", "models/z_image.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
     *("bench/baselines.py", "bench/building.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
@@ -52,7 +52,7 @@ LAYERS = [
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 models.varying checks planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
-    models.qwen_image models.z_image survey writer modes sources.hub sources.jsonlines
+    models.chroma models.qwen_image models.z_image survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
     product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes

@@ -24,7 +24,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import flux, flux2, qwen_image, sd, sd3, sdxl, z_image
+from batchgen.models import chroma, flux, flux2, qwen_image, sd, sd3, sdxl, z_image
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "FluxPipeline": flux.load,
     "Flux2KleinPipeline": flux2.load,
     "QwenImagePipeline": qwen_image.load,
+    "ChromaPipeline": chroma.load,
     "ZImagePipeline": z_image.load,
 }
 """What loads a folder, by the pipeline class that it names."""

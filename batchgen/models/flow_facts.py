@@ -161,6 +161,27 @@ def z_image(configs: Mapping[str, Config], clip_length: int) -> Facts:
     )
 
 
+def chroma(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `stable_diffusion_3`, of a Chroma folder."""
+    check_scheduler(configs["scheduler"])
+    scale = vae_scale(configs["vae"])
+    return Facts(
+        family="chroma",
+        size_multiple=2 * scale,
+        min_size=2 * scale,
+        width=_FLUX_SIDE * scale,
+        height=_FLUX_SIDE * scale,
+        steps=35,
+        guidance_scale=5.0,
+        sampler=SCHEDULERS[0],
+        text_length=FLUX_T5_LENGTH,
+        samplers=_SAMPLERS,
+        half_dtype="bfloat16",
+        max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
+        prompt_tokens=FLUX_T5_LENGTH - 1,
+    )
+
+
 def check_scheduler(scheduler: Config) -> None:
     """Raises UsageError for a scheduler that draws step noise: diffusers' pipelines of these families give it no
     generator."""

@@ -100,6 +100,13 @@ _COMPONENTS_Z: Mapping[str, Component] = {
     "tokenizer": _COMPONENTS_FLUX2["tokenizer"],
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_CHROMA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("ChromaTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -122,6 +129,7 @@ FAMILIES: Mapping[str, Layout] = {
     "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
     "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
     "QwenImagePipeline": Layout(_COMPONENTS_QWEN, flow_facts.qwen_image, "transformer"),
+    "ChromaPipeline": Layout(_COMPONENTS_CHROMA, flow_facts.chroma, "transformer"),
     "ZImagePipeline": Layout(_COMPONENTS_Z, flow_facts.z_image, "transformer"),
 }
 """By the pipeline class that model_index.json names."""
