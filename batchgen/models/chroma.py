@@ -13,7 +13,7 @@ import diffusers
 import torch
 from diffusers import FluxPipeline
 from diffusers.models.transformers.transformer_chroma import ChromaSingleTransformerBlock, ChromaTransformerBlock
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
@@ -26,6 +26,20 @@ from batchgen.models.loading import load_components
 from batchgen.records import Row
 
 
+class NoGuidance(nn.Module):
+    """The embedding of the guidance 0 that the network gives itself. It is made once: the network's own would be copied
+    to the device at every step, and nothing can be while steps are captured."""
+
+    def __init__(self, embedding: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("made", embedding(torch.zeros(1, dtype=torch.int64)).to(device), persistent=False)
+
+    def forward(self, guidance: Tensor) -> Tensor:
+        """`[B, C]` for zeros `[B]`, on whichever device those are."""
+        made: Tensor = self.made
+        return made.expand(len(guidance), -1)
+
+
 class Chroma(FlowMatching):
     """A loaded pipeline on one device."""
 
@@ -33,6 +47,8 @@ class Chroma(FlowMatching):
         blocks = (ChromaTransformerBlock, ChromaSingleTransformerBlock)
         super().__init__(pipeline, pipeline.transformer, (pipeline.text_encoder,), device, blocks)
         self.channels = pipeline.transformer.config.in_channels // PATCH**2
+        embeddings = pipeline.transformer.time_text_embed
+        embeddings.guidance_proj = NoGuidance(embeddings.guidance_proj, device)
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
         """A null negative prompt is this family's ""."""
