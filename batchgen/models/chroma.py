@@ -30,14 +30,16 @@ class NoGuidance(nn.Module):
     """The embedding of the guidance 0 that the network gives itself. It is made once: the network's own would be copied
     to the device at every step, and nothing can be while steps are captured."""
 
+    made: Tensor
+    """`[1, C]`."""
+
     def __init__(self, embedding: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("made", embedding(torch.zeros(1, dtype=torch.int64)).to(device), persistent=False)
 
     def forward(self, guidance: Tensor) -> Tensor:
         """`[B, C]` for zeros `[B]`, on whichever device those are."""
-        made: Tensor = self.made
-        return made.expand(len(guidance), -1)
+        return self.made.expand(len(guidance), -1)
 
 
 class Chroma(FlowMatching):
