@@ -68,3 +68,9 @@ def test_rows_are_grouped_by_both_lengths_and_by_none_that_has_no_effect() -> No
     assert {(one.width, one.height) for one in groups} == {(32_768, 2_048)}
     ordered = [grouper.groups[number].lengths for number in order_of_groups(grouper.groups)]
     assert ordered == [", text 512 and 32", ", text 64 and 32", ", text 32 and 64", ", text 32"]
+
+
+def test_a_template_that_changes_texts_is_followed() -> None:
+    tokenizer = families.z_image().tokenizer
+    tokenizer.chat_template = "{{ messages[0].content | trim }}!"
+    assert Z_LENGTHS.measured(tokenizer, pa.array(["a" * 31 + " \n", "a" * 32])).tolist() == [32, 64]

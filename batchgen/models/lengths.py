@@ -12,6 +12,19 @@ import pyarrow as pa
 Ints = npt.NDArray[np.int64]
 _AT_ONCE = 4_096
 """Texts that are tokenized at a time: their tokens take some kilobytes each."""
+_PROBES = ("\ue000", " \n\ue000\n ", "<tool_response>\ue000</tool_response>")
+"""Texts that a template which does more than to surround them would change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a template puts around a text, up to the nearest token of the vocabulary's own on either side, such as
+    `<|im_end|>`: those part the text, and what lies beyond them is always as many tokens."""
+
+    before: str
+    behind: str
+    rest: int
+    """Tokens beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +58,34 @@ class Lengths:
         """The length of each text, each distinct one tokenized once; a null one is that of ""."""
         distinct = texts.fill_null("").dictionary_encode()
         known: list[str] = distinct.dictionary.to_pylist()
-        counts = np.zeros(len(known), np.int64)
+        counts, around = np.zeros(len(known), np.int64), self._around(tokenizer)
         for start in range(0, len(known), _AT_ONCE):
-            written = [self.written(tokenizer, text) for text in known[start : start + _AT_ONCE]]
-            # By the tokenizers package itself, on all cores: around it transformers makes lists and masks.
-            made = tokenizer.backend_tokenizer.encode_batch_fast(written, add_special_tokens=True)
-            counts[start : start + _AT_ONCE] = [len(tokens) for tokens in made]
+            some = known[start : start + _AT_ONCE]
+            if around is None:
+                found = _counts(tokenizer, [self.written(tokenizer, text) for text in some], is_whole=True)
+            else:
+                written = [f"{around.before}{text}{around.behind}" for text in some]
+                found = around.rest + _counts(tokenizer, written, is_whole=False)
+            counts[start : start + _AT_ONCE] = found
         lengths: Ints = self.of(counts - self.skipped)[distinct.indices.to_numpy(zero_copy_only=False)]
         return lengths
+
+    def _around(self, tokenizer: Any) -> Around | None:
+        """None where the template does more than to surround a text."""
+        first, *others = _PROBES
+        before, _, behind = self.written(tokenizer, first).partition(first)
+        if any(self.written(tokenizer, probe) != before + probe + behind for probe in others):
+            return None
+        marks = list(tokenizer.added_tokens_encoder)
+        near = before[max((before.rfind(mark) + len(mark) for mark in marks if mark in before), default=0) :]
+        next_to = behind[: min((behind.find(mark) for mark in marks if mark in behind), default=len(behind))]
+        whole, part = before + first + behind, near + first + next_to
+        rest = _counts(tokenizer, [whole], is_whole=True) - _counts(tokenizer, [part], is_whole=False)
+        return Around(near, next_to, int(rest[0]))
+
+
+def _counts(tokenizer: Any, texts: list[str], *, is_whole: bool) -> Ints:
+    """Tokens of each text, by the tokenizers package itself, on all cores: transformers makes lists and masks around
+    it."""
+    made = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=is_whole)
+    return np.array([len(tokens) for tokens in made], np.int64)
