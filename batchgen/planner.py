@@ -51,9 +51,13 @@ class Grouper:
         is_guided: npt.NDArray[np.bool_],
         sampler: npt.NDArray[np.int32],
         steps: Ints,
+        lengths: Sequence[Ints] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Group number and model evaluations of each row."""
+        """Group number and model evaluations of each row. `lengths` are those of the prompts and of what weighs against
+        them, where they follow the texts."""
         shape = (width << 17) | (height << 1) | is_guided
+        if lengths is not None:
+            shape |= (lengths[0] << 34) | (np.where(is_guided, lengths[1], 0) << 48)
         schedule = (sampler.astype(np.int64) << 16) | steps
         shapes, of_shape = np.unique(shape, return_inverse=True)
         schedules, of_schedule = np.unique(schedule, return_inverse=True)
@@ -68,14 +72,16 @@ class Grouper:
         name, steps = self.samplers[schedule >> 16], schedule & 0xFFFF
         form = self.facts.sampler_facts(name).form
         own = (name, steps) if form == OWN_UPDATE else ("", 0)
+        has_lengths = self.facts.lengths is not None
         group = Group(
-            width=shape >> 17,
+            width=(shape >> 17) & 0x1FFFF,
             height=(shape >> 1) & 0xFFFF,
             is_guided=bool(shape & 1),
-            text_length=self.facts.text_length,
+            text_length=(shape >> 34) & 0x3FFF if has_lengths else self.facts.text_length,
             form=form,
             sampler=own[0],
             steps=own[1],
+            negative_length=shape >> 48 if has_lengths else None,
         )
         if group not in self._numbers:
             self._numbers[group] = len(self.groups)
@@ -147,13 +153,16 @@ class Cut:
 
 
 def order_of_groups(groups: Sequence[Group]) -> list[int]:
-    """Group numbers, largest shape first, then guided before not, then by name: the order of the plan."""
+    """Group numbers, largest shape first, then guided before not, then the longest texts, then by name: the order of
+    the plan."""
     return sorted(
         range(len(groups)),
         key=lambda number: (
             -groups[number].width * groups[number].height,
             -groups[number].width,
             not groups[number].is_guided,
+            -groups[number].text_length,
+            -(groups[number].negative_length or 0),
             groups[number].form,
             groups[number].sampler,
             groups[number].steps,

@@ -33,6 +33,15 @@ class Group:
     sampler: str = ""
     steps: int = 0
     """`sampler` and `steps` belong to the key only where `form` is "", else they are empty and per row."""
+    negative_length: int | None = None
+    """Tokens per encoded negative prompt, 0 where no row is guided; None where no text's length follows the text."""
+
+    @property
+    def lengths(self) -> str:
+        """Those of the texts in words, to stand behind others; "" where they do not follow the text."""
+        if self.negative_length is None:
+            return ""
+        return f", text {self.text_length}" + (f" and {self.negative_length}" if self.negative_length else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,8 @@ class Bucket:
 
     def __str__(self) -> str:
         guided = "guided" if self.group.is_guided else "unguided"
-        return f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}, {self.group.form or 'own update'}"
+        shape = f"{self.group.width}x{self.group.height}, batch {self.size}, {guided}"
+        return f"{shape}, {self.group.form or 'own update'}{self.group.lengths}"
 
     @property
     def rows(self) -> int:

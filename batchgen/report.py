@@ -69,7 +69,7 @@ def plan_text(drafted: Draft, job: Job) -> str:
     header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle", "seconds"]
     lines = [
         [
-            f"{one.group.width}×{one.group.height}",
+            f"{one.group.width}×{one.group.height}{one.group.lengths}",
             "yes" if one.group.is_guided else "no",
             sampler_text(one.group),
             f"{one.images:,}",

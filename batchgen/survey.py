@@ -34,6 +34,7 @@ from batchgen.identity import (
 )
 from batchgen.known import Known, image_keys
 from batchgen.manifest import PARAMETERS, Manifest
+from batchgen.models.tokens import LengthsOf, lengths_of
 from batchgen.planner import Grouper
 from batchgen.records import Group
 
@@ -133,7 +134,8 @@ class Survey:
 class _Gathered:
     """Arrays of all batches, each joined only when it is asked for and given up then."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: LengthsOf | None) -> None:
+        self._lengths = lengths
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.digest = np.zeros(2, np.uint64)
         self.num_bytes = 0
@@ -142,12 +144,11 @@ class _Gathered:
         good = np.flatnonzero(checked.is_good)
         self.num_bytes += num_bytes * int(checked.num_images[good].sum()) // max(1, len(checked.is_good))
         who = identify(checked, grouper.samplers)
+        texts = (checked.prompt, checked.negative_prompt)
+        lengths = [self._lengths(column.take(good)) for column in texts] if self._lengths else None
+        width, height = checked.width[good], checked.height[good]
         group, evaluations = grouper.assign(
-            checked.width[good],
-            checked.height[good],
-            checked.is_guided[good],
-            checked.sampler[good],
-            checked.steps[good],
+            width, height, checked.is_guided[good], checked.sampler[good], checked.steps[good], lengths
         )
         columns: dict[str, npt.NDArray[Any]] = {
             "high": who.ids.high[good],
@@ -180,7 +181,7 @@ def survey(
     duplicate ids, which come last; what to do about them is the caller's matter. Images that are known keep their
     seeds."""
     grouper = Grouper.of(rules.facts, rules.samplers)
-    gathered = _Gathered()
+    gathered = _Gathered(lengths_of(rules.job.model, rules.facts))
     is_good = np.zeros(manifest.num_rows, bool)
     first_row = 0
     for batch in manifest.batches():

@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import pyarrow as pa
 import torch
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from batchgen.engine.whole import open_model
+from batchgen.job import Model
 from batchgen.models import demo
-from batchgen.records import Row
+from batchgen.models.tokens import lengths_of
+from batchgen.records import Batch, Row
 from tests import tiny
 
 FLOW_SCHEDULER: dict[str, Any] = {
@@ -167,6 +170,28 @@ def chroma() -> Any:
     )
 
 
+BRIA: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "axes_dims_rope": [4, 6, 6],
+}
+
+
+def bria() -> Any:
+    """A pipeline that no family of its own knows."""
+    return diffusers.BriaPipeline(
+        transformer=diffusers.BriaTransformer2DModel(**BRIA).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=t5(),
+        tokenizer=t5_tokenizer(),
+    )
+
+
 QWEN_TEXT: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -229,6 +254,35 @@ def qwen_image() -> Any:
     )
 
 
+Z_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 32,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": QWEN_TEXT["hidden_size"],
+    "axes_dims": [8, 4, 4],
+    "axes_lens": [1024, 64, 64],
+}
+
+
+def z_image() -> Any:
+    text = {**QWEN_TEXT, "head_dim": 8, "rope_parameters": None}
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHAT
+    transformer = diffusers.ZImageTransformer2DModel(**Z_IMAGE).eval()
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):
+        torch.nn.init.normal_(token)
+    return diffusers.ZImagePipeline(
+        transformer=transformer,
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=transformers.Qwen3Model(transformers.Qwen3Config(**text)).eval(),
+        tokenizer=tokenizer,
+    )
+
+
 FLUX2: dict[str, Any] = {
     "in_channels": 16,
     "num_layers": 1,
@@ -274,7 +328,9 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "klein": lambda: flux2(is_distilled=True),
     "klein-base": lambda: flux2(is_distilled=False),
     "pixart": pixart,
+    "bria": bria,
     "qwen": qwen_image,
+    "z-image": z_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
 }
@@ -306,6 +362,22 @@ def _enliven(pipeline: Any) -> None:
 def engine(kind: str, mode: str = "eager") -> Any:
     """What makes the rows of a kind: an Engine, or a WholePipeline."""
     return open_model(tiny.job(folder(kind), f"engine.mode={mode}"), None)
+
+
+def batches(kind: str, rows: Sequence[Row]) -> list[Batch]:
+    """The rows in batches as a planner would key them: one, unless their texts have several lengths."""
+    known = engine(kind).facts
+    measure = lengths_of(Model(path=str(folder(kind))), known)
+    if measure is None:
+        return [tiny.batch(rows, known)]
+    prompts, negatives = (
+        measure(pa.array([getattr(row, name) for row in rows], pa.string())) for name in ("prompt", "negative_prompt")
+    )
+    negatives *= [known.guides(row) for row in rows]
+    found: dict[tuple[int, int], list[Row]] = {}
+    for row, lengths in zip(rows, zip(prompts.tolist(), negatives.tolist(), strict=True), strict=True):
+        found.setdefault(lengths, []).append(row)
+    return [tiny.batch(some, known, lengths=lengths) for lengths, some in found.items()]
 
 
 @functools.cache

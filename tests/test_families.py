@@ -22,8 +22,9 @@ from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
 
-PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍 é")
-NEGATIVES = (None, "", "blurry, ugly", "a word")
+PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍é")
+"""The first and the last are of one length to a tokenizer of bytes."""
+NEGATIVES = (None, "a word", "blurry, ugly", "")
 SEEDS = (0, 2**32 + 7, 2**64 - 1, 12)
 STEPS = (2, 4, 3, 4)
 GUIDED = (1.5, 7.3, 4.0, 3.0)
@@ -40,7 +41,10 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "klein": {"sampler": "euler", "guidance_scale": 0.0},
     "klein-base": {"sampler": "euler", **WIDE},
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
-    "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
+    "qwen": {"sampler": "euler", "guidance_scale": 0.0, **WIDE},
+    "z-image": {"sampler": "euler", **WIDE},
+    "chroma": {"sampler": "euler", **WIDE},
+    "bria": {"sampler": "FlowMatchEulerDiscreteScheduler", **WIDE},
 }
 """What the rows of a family's batch have in common."""
 
@@ -66,10 +70,12 @@ def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
 def deviation(kind: str, rows: list[Row], mode: str = "eager") -> list[int]:
     """The largest deviation of each row's pixels from diffusers', of 255."""
     engine = families.engine(kind, mode)
-    outcomes = engine.submit(tiny.batch(rows, engine.facts), tiny.never)()
+    outcomes = [one for batch in families.batches(kind, rows) for one in engine.submit(batch, tiny.never)()]
+    assert sorted(outcome.row.index for outcome in outcomes) == [row.index for row in rows]
     found = []
-    for row, outcome in zip(rows, outcomes, strict=True):
+    for outcome in outcomes:
         assert isinstance(outcome, Image), outcome
+        row = outcome.row
         wanted = np.asarray(families.reference(kind, row))
         found.append(int(np.abs(outcome.pixels.astype(int) - wanted.astype(int)).max()))
     return found
@@ -94,10 +100,12 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"])
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
-    assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
+    captures = families.engine(kind, "graph").steps.captures
+    assert {(capture.mode, capture.deviation) for capture in captures} == {("graph", 0.0)}
+    assert len({str(capture.bucket) for capture in captures}) == len(families.batches(kind, mixed(kind)))
 
 
 @pytest.mark.parametrize("mode", ["compiled", "regional+graph"])
@@ -119,7 +127,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -127,25 +135,33 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     for file in files:
         assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns), file
     assert any("-of-" in file for file in files)
-    assert kind != "klein" or "tokenizer/chat_template.jinja" in files
+    assert kind not in ("klein", "z-image") or "tokenizer/chat_template.jinja" in files
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base"])
+@pytest.mark.parametrize(
+    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"]
+)
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
     assert known.steps == defaults["num_inference_steps"]
     assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
-    assert known.width == known.height == pipe.default_sample_size * pipe.vae_scale_factor
+    assert known.width == known.height == getattr(pipe, "default_sample_size", 128) * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
     row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler="euler", width=64, height=64)
     engine = families.engine(kind)
-    asked = tiny.batch([row], known)
-    (text,) = {one.shape[1] for name, one in engine.conditioning(asked).inputs.items() if one.ndim == 3}
-    assert known.text_length == text
+    (asked,) = families.batches(kind, [row])
+    (*negative, text) = sorted({one.shape[1] for one in engine.conditioning(asked).inputs.values() if one.ndim == 3})
+    assert known.text_length == asked.group.text_length == text
+    assert negative == ([asked.group.negative_length] if asked.group.negative_length else [])
     (count,) = engine._count(asked)
     assert count.read == known.prompt_tokens
     assert count.dropped > 0
+    if kind == "qwen":
+        lengths = known.lengths
+        assert lengths is not None
+        template = (pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx)
+        assert (lengths.template, lengths.skipped) == template
 
 
 def test_step_noise_that_no_seed_decides_is_refused(tmp_path: Path) -> None:

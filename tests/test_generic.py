@@ -35,13 +35,15 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_facts_come_from_signature_and_configuration() -> None:
-    pixart, chroma = (facts_of(Model(path=str(families.folder(kind)))) for kind in ("pixart", "chroma"))
+    pixart, bria = (facts_of(Model(path=str(families.folder(kind)))) for kind in ("pixart", "bria"))
     assert (pixart.family, pixart.steps, pixart.guidance_scale, pixart.width) == ("generic", 20, 4.5, 64)
     assert pixart.sampler == "DPMSolverMultistepScheduler"
-    assert (chroma.steps, chroma.guidance_scale, chroma.width, chroma.size_multiple) == (35, 5.0, 1024, 8)
+    assert (bria.steps, bria.guidance_scale, bria.width, bria.size_multiple) == (30, 5.0, 1024, 8)
     assert pixart.columns == (
         *("prompt", "negative_prompt", "width", "height", "steps", "guidance_scale", "sampler", "seed"),
     )
+    qwen = generic.facts("QwenImagePipeline", {}, "transformer")
+    assert (qwen.guiding, qwen.needs_negative, qwen.takes_guidance_scale) == ("true_cfg_scale", True, False)
     families_own = facts_of(Model(path=str(families.folder("flux"))))
     assert families_own.is_captured
     assert "true_cfg_scale" in families_own.columns
@@ -114,7 +116,7 @@ def test_keys_without_effect_are_refused(override: str) -> None:
 
 
 def test_a_row_is_dropped_between_two_steps() -> None:
-    made, asked = families.engine("chroma"), list[bool]()
+    made, asked = families.engine("bria"), list[bool]()
     row = tiny.row(sampler=made.facts.sampler, steps=4)
 
     def should_drop() -> bool:
@@ -127,7 +129,7 @@ def test_a_row_is_dropped_between_two_steps() -> None:
 
 
 def test_a_size_that_the_pipeline_rounds_fails_the_row() -> None:
-    made = families.engine("chroma")
+    made = families.engine("bria")
     (failed,) = made.submit(tiny.batch([tiny.row(sampler=made.facts.sampler, width=72)], made.facts), tiny.never)()
     assert isinstance(failed, Failure)
     assert (failed.error, failed.message.split(":")[0]) == (
@@ -136,7 +138,7 @@ def test_a_size_that_the_pipeline_rounds_fails_the_row() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["pixart", "flux"])
+@pytest.mark.parametrize("kind", ["pixart", "flux", "z-image"])
 def test_a_run_from_manifest_to_files(tmp_path: Path, kind: str) -> None:
     known = facts_of(Model(path=str(families.folder(kind))))
     columns: dict[str, list[object]] = {

@@ -28,6 +28,7 @@ WITH_TORCH = (
         "models/loading.py",
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
+    *("models/chroma.py", "models/qwen_image.py", "models/varying.py", "models/z_image.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
     *("bench/baselines.py", "bench/building.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
@@ -39,7 +40,7 @@ LAYERS = [
     errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
     records slurm.programs infotext jobs.files doctor.findings
     job filesystem owners slots slurm.task options cores gpus
-    cost models.safety refilling
+    cost models.safety refilling models.lengths
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base template
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
@@ -49,9 +50,9 @@ LAYERS = [
     models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
+    models.flux2 models.varying checks planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
-    survey writer modes sources.hub sources.jsonlines
+    models.chroma models.qwen_image models.z_image survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
     product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes

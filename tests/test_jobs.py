@@ -51,6 +51,7 @@ def test_there_is_a_file_for_every_family_that_the_help_names(tmp_path: Path) ->
 
 
 TINY = {"sd15": "sd1", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "flux2": "klein"}
+TINY |= {"qwen-image": "qwen", "z-image": "z-image"}
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -127,7 +127,7 @@ def test_a_local_folder_is_checked_and_hashed(tmp_path: Path, monkeypatch: pytes
 
 def test_a_pipeline_of_no_family_is_fetched_whole(tmp_path: Path) -> None:
     """Its components are known once its model_index.json is there."""
-    with serving(families.folder("qwen")) as hub:
+    with serving(families.folder("bria")) as hub:
         assert batchgen(hub, tmp_path, "prefetch", hub.name).code == 0
-        wanted = find_model(Model(path=str(families.folder("qwen")))).files
+        wanted = find_model(Model(path=str(families.folder("bria")))).files
         assert set(wanted) <= hub.fetched

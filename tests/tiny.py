@@ -192,13 +192,14 @@ def row(index: int = 0, **values: Any) -> Row:
     return Row(**(defaults | values))
 
 
-def batch(rows: Sequence[Row], facts: Facts, size: int | None = None) -> Batch:
-    """The batch as a planner would key it."""
+def batch(rows: Sequence[Row], facts: Facts, size: int | None = None, lengths: tuple[int, int] | None = None) -> Batch:
+    """The batch as a planner would key it; `lengths` are those of its texts, where they follow the prompts."""
     first = rows[0]
     form = facts.sampler_facts(first.sampler).form
     own = {"sampler": first.sampler, "steps": first.steps} if form == OWN_UPDATE else {}
     is_guided = facts.guides(first)
-    group = Group(first.width, first.height, is_guided, facts.text_length, form, **own)
+    text, negative = lengths or (facts.text_length, None)
+    group = Group(first.width, first.height, is_guided, text, form, **own, negative_length=negative)
     return Batch(0, size or len(rows), group, tuple(rows))
 
 

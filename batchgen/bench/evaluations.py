@@ -73,7 +73,7 @@ def batch_of(engine: Engine, size: int, width: int, height: int, guidance: float
     form = facts.sampler_facts(sampler).form
     row = Row(0, "0", 0, "a picture", None, width, height, steps, guidance, sampler, 0, facts.true_cfg_scale)
     group = Group(width, height, facts.guides(row), facts.text_length, form)
-    rows = [dataclasses.replace(row, index=i, id=str(i), prompt=f"picture {i}", seed=i) for i in range(size)]
+    rows = [dataclasses.replace(row, index=i, id=str(i), prompt=f"picture {i:03}", seed=i) for i in range(size)]
     return Batch(0, size, group, tuple(rows))
 
 

@@ -23,6 +23,7 @@ KERNELS = ("eager", "regional", "compiled")
 SETTLING_ROWS = 8
 """Rows of the call that settles the code of blocks."""
 SETTLING_IMAGES = 2
+_IMAGE_DIMS = 4
 _MAX_FORMS = 64
 """Of one block's code: a form for each pair of channel counts, and again for a single row."""
 
@@ -126,6 +127,14 @@ class Compiler:
 def twin_of(module: nn.Module) -> nn.Module:
     """A module of its own over the same weights, to be compiled."""
     return by_channels(copy.deepcopy(module, {id(one): one for one in chain(module.parameters(), module.buffers())}))
+
+
+def order_by_channels(module: nn.Module) -> None:
+    """Lay the weights out as compiled kernels want them, channels last: all that have two spatial dimensions, which
+    those of a VAE made for films have not."""
+    for one in chain(module.parameters(), module.buffers()):
+        if one.ndim == _IMAGE_DIMS:
+            one.data = one.data.contiguous(memory_format=torch.channels_last)
 
 
 def _settling(conditioning: Conditioning) -> Conditioning:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.cost import Measurement
-from batchgen.engine.compiling import Compiler, mode_named, mode_of
+from batchgen.engine.compiling import Compiler, mode_named, mode_of, order_by_channels
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
@@ -24,7 +24,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import flux, flux2, sd, sd3, sdxl
+from batchgen.models import chroma, flux, flux2, qwen_image, sd, sd3, sdxl, z_image
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -38,6 +38,9 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "StableDiffusion3Pipeline": sd3.load,
     "FluxPipeline": flux.load,
     "Flux2KleinPipeline": flux2.load,
+    "QwenImagePipeline": qwen_image.load,
+    "ChromaPipeline": chroma.load,
+    "ZImagePipeline": z_image.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -216,7 +219,7 @@ class Engine:
         self._meter.forget_peak()
         if self._tuning.is_compiled:
             for network in (model.network, model.vae):
-                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+                order_by_channels(network)
 
     def _enter(self, group: Group) -> None:
         """Free what only the group before needed."""

@@ -263,10 +263,12 @@ def _others(lanes: Lanes, conditioning: Conditioning) -> tuple[Lanes, Conditioni
     other.input_scale.fill_(0.9)
     weights = [1.0 if term == "e" else 0.5 for term in lanes.form]
     other.coefficients.copy_(torch.tensor(weights))
-    inputs = {
-        name: 0.9 * torch.nan_to_num(one.roll(1, 0), nan=0.0, posinf=0.0, neginf=0.0)
-        for name, one in conditioning.inputs.items()
-    }
+    inputs = {name: _another(one.roll(1, 0)) for name, one in conditioning.inputs.items()}
     # Small ones: guidance multiplies what the two halves of a prediction deviate by.
     guidance = torch.where(conditioning.guidance > 1.4, 1.2, 1.6)
     return other, Conditioning(guidance, conditioning.is_guided, inputs)
+
+
+def _another(one: Tensor) -> Tensor:
+    """An input that is not this one and finite; a mask stays as it is."""
+    return one if one.dtype == torch.bool else 0.9 * torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0)

@@ -32,7 +32,7 @@ def init(family: str, out: Path | None, overwrite: bool) -> None:
     """Write a job file for a model family, with every key and its meaning.
 
     \b
-    FAMILY: demo, sd15, sdxl, sd3, flux or flux2 [default: demo].
+    FAMILY: demo, sd15, sdxl, sd3, flux, flux2, qwen-image or z-image [default: demo].
     Example: batchgen job init sdxl -o sdxl.toml
     """
     target, text = out or Path(f"{family}.toml"), new_file(family)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.errors import UsageError
+from batchgen.models.lengths import Lengths
 from batchgen.records import Row
 
 OWN_UPDATE = ""
@@ -57,7 +58,7 @@ class Facts:
     sampler: str
     """Defaults of the family, taken where neither manifest nor job file says anything."""
     text_length: int
-    """Tokens that the network is told of a prompt, padding included."""
+    """Tokens that the network is told of a prompt, padding included; the most, where `lengths` are."""
     samplers: Mapping[str, SamplerFacts]
     """By short name, and by diffusers class."""
     guided_above: float | None = 1.0
@@ -87,6 +88,8 @@ class Facts:
     """That the text encoder with the longest reach reads of a prompt, its markers left out; 0 without one."""
     tokenizer: str = "tokenizer"
     """The component that counts them."""
+    lengths: Lengths | None = None
+    """Where the text's length follows the prompt."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""

@@ -24,7 +24,7 @@ from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
 from batchgen.records import Row
 
-_PATCH = 2
+PATCH = 2
 """Latents along a side of each patch of the network's sequence."""
 
 
@@ -36,7 +36,7 @@ class Flux(FlowMatching):
         blocks = (FluxTransformerBlock, FluxSingleTransformerBlock)
         super().__init__(pipeline, pipeline.transformer, encoders, device, blocks)
         self.tokenizer = pipeline.tokenizer_2
-        self.channels = pipeline.transformer.config.in_channels // _PATCH**2
+        self.channels = pipeline.transformer.config.in_channels // PATCH**2
 
     def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
         """A guided row has a negative prompt."""
@@ -64,7 +64,7 @@ class Flux(FlowMatching):
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
-        side = self._pipeline.vae_scale_factor * _PATCH
+        side = self._pipeline.vae_scale_factor * PATCH
         return Schedule(self._shift((height // side) * (width // side)), is_even=True)
 
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
@@ -75,17 +75,17 @@ class Flux(FlowMatching):
             hidden_states=doubled(FluxPipeline._pack_latents(latents, *size), is_guided),
             timestep=doubled(timesteps, is_guided).to(latents.dtype) / 1000,
             txt_ids=latents.new_zeros((text.shape[1], 3)),
-            img_ids=_places(latents),
+            img_ids=places(latents),
             return_dict=False,
             **conditioning.inputs,
         )[0]
         return guide(FluxPipeline._unpack_latents(prediction, size[2] * scale, size[3] * scale, scale), conditioning)
 
 
-def _places(latents: Tensor) -> Tensor:
+def places(latents: Tensor) -> Tensor:
     """Of each patch of latents `[B, C, h, w]`: 0, its row and its column, `[h/2 * w/2, 3]`, made on the device, since a
     capture can copy nothing there."""
-    sides = (torch.arange(side // _PATCH, device=latents.device) for side in latents.shape[2:])
+    sides = (torch.arange(side // PATCH, device=latents.device) for side in latents.shape[2:])
     grid = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
     return pad(grid.flatten(0, 1), (1, 0)).to(latents.dtype)
 

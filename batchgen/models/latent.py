@@ -16,6 +16,9 @@ from batchgen.models.safety import SafetyChecker
 from batchgen.models.transfer import to_device
 from batchgen.records import Row
 
+_SIDE = 128
+"""Latents along a side, where neither network nor pipeline says."""
+
 
 class LatentDiffusion:
     """A loaded pipeline on one device; the families add how texts condition it and what its network predicts."""
@@ -39,7 +42,9 @@ class LatentDiffusion:
         self.decoder: Network = pipeline.vae.decode
         self.blocks: tuple[type[torch.nn.Module], ...] = (ResnetBlock2D, *blocks)
         self.channels: int = network.config.in_channels
-        self.sample_side: int = getattr(network.config, "sample_size", None) or pipeline.default_sample_size
+        side: int | None = getattr(network.config, "sample_size", None)
+        default: int = getattr(pipeline, "default_sample_size", _SIDE)
+        self.sample_side: int = side or default
         self.pixels_per_latent: int = pipeline.vae_scale_factor
         """Along a side."""
         self.checker: SafetyChecker | None = None

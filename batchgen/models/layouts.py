@@ -86,6 +86,27 @@ _COMPONENTS_FLUX2: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast"), "tokenizer_config.json"),
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_QWEN: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("QwenImageTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": Component("diffusers", ("AutoencoderKLQwenImage",), weights="diffusion_pytorch_model"),
+    "text_encoder": Component("transformers", ("Qwen2_5_VLForConditionalGeneration",), weights="model"),
+    "tokenizer": _COMPONENTS_FLUX2["tokenizer"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
+_COMPONENTS_Z: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("ZImageTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("Qwen3Model", "Qwen3ForCausalLM"), weights="model"),
+    "tokenizer": _COMPONENTS_FLUX2["tokenizer"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
+_COMPONENTS_CHROMA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("ChromaTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -107,5 +128,8 @@ FAMILIES: Mapping[str, Layout] = {
     "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
     "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
     "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
+    "QwenImagePipeline": Layout(_COMPONENTS_QWEN, flow_facts.qwen_image, "transformer"),
+    "ChromaPipeline": Layout(_COMPONENTS_CHROMA, flow_facts.chroma, "transformer"),
+    "ZImagePipeline": Layout(_COMPONENTS_Z, flow_facts.z_image, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import pyarrow as pa
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
+from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.lengths import Ints
+
+LengthsOf = Callable[[pa.Array], Ints]
+"""The length of each text in the network, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +49,21 @@ def count_tokens(tokenizer: Any, texts: Sequence[str], room: int) -> list[TokenC
         return []
     ids = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False).input_ids
     return [TokenCount(min(len(text), room), max(len(text) - room, 0)) for text in ids]
+
+
+def lengths_of(model: Model, facts: Facts) -> LengthsOf | None:
+    """What measures the model's texts; None where their length does not follow the prompt. Raises UsageError where
+    there is no transformers package."""
+    if facts.lengths is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(model)
+    except ImportError as error:
+        raise UsageError(
+            f"model {model.path!r} is planned by each prompt's tokens, which transformers counts; that is not here: "
+            f"{error}"
+        ) from None
+    assert tokenizer is not None
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return partial(facts.lengths.measured, tokenizer)

@@ -48,6 +48,6 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
     if len(set(samplers)) == 1:
         samplers = [""] * len(groups)
     return [
-        f"{group.width}×{group.height}, {'guided' if group.is_guided else 'unguided'}{sampler}"
+        f"{group.width}×{group.height}, {'guided' if group.is_guided else 'unguided'}{sampler}{group.lengths}"
         for group, sampler in zip(groups, samplers, strict=True)
     ]

@@ -1,0 +1,71 @@
+"""Flow matching told by texts whose length follows the prompt: what those families share.
+
+Prompts and negative prompts are two inputs of their own, each of one length in a batch, and a guided step runs the
+network on one after the other, as diffusers' pipelines do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from batchgen.models.family import Conditioning, Encoded
+from batchgen.models.flow import FlowMatching
+from batchgen.models.latent import tokens
+from batchgen.models.lengths import Lengths
+from batchgen.models.transfer import to_device
+from batchgen.records import Row
+
+PROMPT, NEGATIVE = "prompt", "negative"
+MASK = "_mask"
+"""Behind an input's name: that of its mask."""
+
+
+class VaryingText(FlowMatching):
+    """A loaded pipeline on one device; the families add how tokens are embedded and what their network predicts."""
+
+    lengths: Lengths
+    embed: Callable[[Tensor, Tensor], Tensor]
+    """Embeddings `[B, L, D]` of token numbers and their mask `[B, L]`."""
+
+    def texts(self, rows: Sequence[Row], is_guided: bool) -> list[str]:
+        """A null negative prompt is ""."""
+        negatives = [row.negative_prompt or "" for row in rows] if is_guided else []
+        return negatives + [row.prompt for row in rows]
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Each text's embedding `[L, D]` without padding."""
+        written = [self.lengths.written(self.tokenizer, text) for text in texts]
+        most = self.lengths.skipped + self.lengths.allowed[-1]
+        ids, mask = tokens(self.tokenizer, written, torch.device("cpu"), most)
+        embeddings = self.embed(to_device(ids, self.device), to_device(mask, self.device)).to(self.dtype)
+        ends = mask.sum(1).tolist()
+        # Copies: a slice would hold the memory of all the padding.
+        return [
+            (embedding[self.lengths.skipped : end].clone(),) for embedding, end in zip(embeddings, ends, strict=True)
+        ]
+
+    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+        """Inputs: `prompt` `[B, L, D]` and `prompt_mask` `[B, L]` bool, which is false for padding; of a guided batch
+        also `negative` and `negative_mask`, of a length of their own."""
+        texts = self.texts(rows, is_guided)
+        inputs = self._padded(PROMPT, [encoded[text][0] for text in texts[-len(rows) :]])
+        if is_guided:
+            inputs |= self._padded(NEGATIVE, [encoded[text][0] for text in texts[: len(rows)]])
+        scales = [row.guidance_scale if row.true_cfg_scale is None else row.true_cfg_scale for row in rows]
+        return Conditioning(self._scales(scales), is_guided, inputs)
+
+    def _padded(self, name: str, embeddings: Sequence[Tensor]) -> dict[str, Tensor]:
+        counts = np.array([len(embedding) for embedding in embeddings])
+        found = set(self.lengths.of(counts).tolist())
+        assert len(found) == 1, f"rows of one group have texts of one length, not of {sorted(found)}"
+        length = found.pop()
+        ends = to_device(torch.from_numpy(counts), self.device)[:, None]
+        return {
+            name: torch.stack([pad(embedding, (0, 0, 0, length - len(embedding))) for embedding in embeddings]),
+            name + MASK: torch.arange(length, device=self.device) < ends,
+        }
