@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchgen.columns import as_type, is_text
@@ -17,7 +18,7 @@ from batchgen.filesystem import readable
 from batchgen.metadata import CARRIED
 from batchgen.plan_index import PlanIndex
 from batchgen.plans import footer_digest
-from batchgen.records import Batch, Group, Row
+from batchgen.records import Batch, Group, InitImage, Row
 
 
 class PlanReader:
@@ -44,7 +45,8 @@ class PlanReader:
             self._require_same_run()
             raise UsageError(f"{path}: the plan cannot be read ({error}); start a new run directory") from None
         schema = pa.schema([_short(field) for field in table.schema])
-        return pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
+        read = pa.table(list(map(as_type, table.columns, schema.types)), schema=schema)
+        return _with_paths(read, self._root) if "init_file" in schema.names else read
 
     def _require_same_run(self) -> None:
         """Raises Interrupted where another run has taken this one's place."""
@@ -60,6 +62,16 @@ def _short(field: pa.Field) -> pa.Field:
     """A row group's texts fit plain strings; only whole manifests need large ones."""
     is_own = not field.name.startswith(CARRIED)
     return pa.field(field.name, pa.string()) if is_own and is_text(field.type) else field
+
+
+def _with_paths(shard: pa.Table, root: Path) -> pa.Table:
+    """The shard with whole paths of init images that lie beside the plan."""
+    names = shard["init_file"]
+    whole = pc.if_else(
+        pc.is_null(shard["init_bytes"]), names, pc.binary_join_element_wise(str(root.absolute()), names, "/")
+    )
+    place = shard.schema.get_field_index("init_file")
+    return shard.set_column(place, shard.schema.field(place), whole)
 
 
 def batches(shard: pa.Table, groups: tuple[Group, ...], skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
@@ -93,6 +105,15 @@ def _row(index: int, line: Mapping[str, Any]) -> Row:
         steps=line["steps"],
         guidance_scale=line["guidance_scale"],
         true_cfg_scale=line["true_cfg_scale"],
+        init=_init_image(line),
+        strength=line["strength"],
         sampler=line["sampler"],
         seed=line["seed"],
     )
+
+
+def _init_image(line: Mapping[str, Any]) -> InitImage | None:
+    if line["init_sha256"] is None:
+        return None
+    name, offset = line["init_image"], line["init_offset"] or 0
+    return InitImage(line["init_sha256"], line["init_file"], name, offset, line["init_bytes"])

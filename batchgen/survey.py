@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import BadCell, Checked, Identified, Rules, identify
+from batchgen.checks import BadCell, Checked, Rules
 from batchgen.columns import Bools, decoded
 from batchgen.errors import UsageError
+from batchgen.identified import digest_sum, identify
 from batchgen.identity import (
     Digests,
     Redrawn,
@@ -29,11 +30,10 @@ from batchgen.identity import (
     number_digests,
     occurrences,
     repeated,
-    row_digests,
     settle_seeds,
 )
 from batchgen.known import Known, image_keys
-from batchgen.manifest import PARAMETERS, Manifest
+from batchgen.manifest import Manifest
 from batchgen.planner import Grouper
 from batchgen.records import Group
 
@@ -82,6 +82,10 @@ class Survey:
     """Of the rows that break no rule, duplicates of an id among them, whatever their order."""
     num_bytes: int
     """About what all images take in memory with their texts and carried columns."""
+    num_from_images: int = 0
+    """Good rows with an init image, duplicates of an id among them."""
+    num_cropped: int = 0
+    """Of them, those that are made smaller than the image, at the next size that the model can do."""
     is_planned: Bools | None = None
     """Per image: whether an earlier plan has it. None where there is none."""
 
@@ -137,6 +141,8 @@ class _Gathered:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.digest = np.zeros(2, np.uint64)
         self.num_bytes = 0
+        self.num_from_images = 0
+        self.num_cropped = 0
 
     def add(self, checked: Checked, grouper: Grouper, num_bytes: int) -> None:
         good = np.flatnonzero(checked.is_good)
@@ -148,7 +154,12 @@ class _Gathered:
             checked.is_guided[good],
             checked.sampler[good],
             checked.steps[good],
+            checked.skipped[good],
         )
+        has_image = checked.skipped[good] >= 0
+        is_smaller = (checked.width < checked.asked_width) | (checked.height < checked.asked_height)
+        self.num_from_images += int(has_image.sum())
+        self.num_cropped += int((has_image & is_smaller[good]).sum())
         columns: dict[str, npt.NDArray[Any]] = {
             "high": who.ids.high[good],
             "low": who.ids.low[good],
@@ -162,7 +173,7 @@ class _Gathered:
         for name, values in columns.items():
             self._parts.setdefault(name, []).append(values)
         with np.errstate(over="ignore"):
-            self.digest += _digest_sum(checked, who, good)
+            self.digest += digest_sum(checked, who, good)
 
     def take(self, name: str, keep: Bools | None = None) -> npt.NDArray[Any]:
         values = np.concatenate(self._parts.pop(name))
@@ -188,7 +199,8 @@ def survey(
         if checked.bad:
             on_bad(checked.bad)
         is_good[first_row : first_row + batch.num_rows] = checked.is_good
-        gathered.add(checked, grouper, batch.nbytes)
+        kept = [name for name in batch.schema.names if name != "image"]  # Of a picture, a plan holds a line.
+        gathered.add(checked, grouper, batch.select(kept).nbytes)
         first_row += batch.num_rows
         on_progress(batch.num_rows)
     if not first_row:
@@ -281,6 +293,8 @@ def _settled(
         num_repeated_noise=0,
         rows_digest=f"{gathered.digest[0]:016x}{gathered.digest[1]:016x}",
         num_bytes=gathered.num_bytes,
+        num_from_images=gathered.num_from_images,
+        num_cropped=gathered.num_cropped,
     )
     noise, has_seed = gathered.take("noise", keep), gathered.take("has_seed", keep)
     keys, is_derived = _noise_keys(settled, gathered.take("content", keep), noise, has_seed)
@@ -334,15 +348,3 @@ def _noise_keys(
             keys.append(noise_keys(content[images.row], drawn.seeds))
             derived.append(drawn.is_derived)
     return np.concatenate(keys), np.concatenate(derived)
-
-
-def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
-    """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
-    total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
-    if checked.id_texts is not None:
-        own = {name: column.take(good) for name, column in checked.columns.items() if name not in PARAMETERS}
-        total = joined(total, row_digests(own, len(good), {}))
-    for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
-        total = joined(total, number_digests(numbers[good].astype(np.uint64)))
-    with np.errstate(over="ignore"):
-        return np.array([total.high.sum(dtype=np.uint64), total.low.sum(dtype=np.uint64)], np.uint64)

@@ -27,6 +27,8 @@ TYPES: Mapping[str, pa.DataType] = {
     "seed": pa.uint64(),
     "guidance_scale": pa.float64(),
     "true_cfg_scale": pa.float64(),
+    "image": pa.string(),
+    "strength": pa.float64(),
 }
 """Columns with a type of their own; every other column keeps the source's."""
 
