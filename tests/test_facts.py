@@ -7,6 +7,8 @@ import inspect
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -14,7 +16,7 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers, SchedulerMixin
 
-from batchgen.engine.samplers import NotAffineError, Samplers, probe, step_arguments
+from batchgen.engine.samplers import NotAffineError, Samplers, begin, probe, step_arguments
 from batchgen.errors import UsageError
 from batchgen.models import facts, unet_facts
 from tests import tiny
@@ -227,3 +229,28 @@ def test_planning_needs_no_torch() -> None:
         "sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "known"),
+    [
+        (diffusers.StableDiffusionImg2ImgPipeline, facts.PATTERN),
+        (diffusers.StableDiffusionXLImg2ImgPipeline, facts.PATTERN),
+        (diffusers.FluxImg2ImgPipeline, replace(facts.PATTERN, makes_cut_step=True)),
+        (diffusers.StableDiffusion3Img2ImgPipeline, replace(facts.PATTERN, makes_cut_step=True)),
+    ],
+)
+def test_strength_leaves_the_steps_that_diffusers_leaves(pipeline: Any, known: facts.Facts) -> None:
+    for steps, hundredths in itertools.product((1, 2, 3, 7, 20, 28, 50, 999), range(1, 101)):
+        strength = hundredths / 100
+        scheduler = SimpleNamespace(timesteps=torch.arange(steps), order=1)
+        left = pipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")[0]
+        assert steps - int(known.skipped(steps, strength)) == len(left), (steps, strength)
+
+
+@pytest.mark.parametrize("name", ["euler", "heun", "pndm", "dpmpp_2m_karras", "KDPM2DiscreteScheduler"])
+def test_evaluations_after_skipped_steps(name: str) -> None:
+    made = samplers(tiny.SD1_SCHEDULER)
+    for steps, skipped in ((1, 0), (5, 0), (5, 2), (9, 8)):
+        found = begin(made.scheduler(name, steps), skipped)
+        assert made._facts.sampler_facts(name).evaluations_after(steps, skipped) == len(found)
