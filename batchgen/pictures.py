@@ -30,6 +30,8 @@ MAX_PIXELS = 2**26
 """Of an init image."""
 READERS = 8
 """Threads: reading waits for the disk, and Pillow decodes and resizes without the interpreter."""
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+"""What Pillow warns of has more than MAX_PIXELS, and is refused."""
 _WIDE = ("I", "F")
 """Pillow's modes of more than 8 bits a channel begin so; turned into RGB they would be cut, not scaled."""
 _TURNED = range(5, 9)
@@ -133,16 +135,18 @@ def _check_length(num_bytes: int) -> None:
 
 @contextmanager
 def _named_faults() -> Iterator[None]:
-    """Whatever Pillow raises over a file's content, as a BadInitImage."""
+    """Whatever Pillow raises over a file's content, as a BadInitImage; what the disk raises as it comes."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # MAX_PIXELS is stricter than what Pillow warns of.
-            yield
-    except Image.DecompressionBombError:
+        yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BadInitImage(f"has more than {MAX_PIXELS:,} pixels; make it smaller") from None
     except UnidentifiedImageError:
         raise BadInitImage(f"is no picture; {', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read") from None
-    except (OSError, ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, OverflowError) as error:
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise BadInitImage(f"is damaged: {error}") from None
+    except (ValueError, SyntaxError, EOFError, TypeError, KeyError, IndexError, OverflowError) as error:
         raise BadInitImage(f"is damaged: {error}") from None
 
 

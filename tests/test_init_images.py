@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import os
@@ -20,7 +21,7 @@ from PIL import Image as Picture
 
 from batchgen import init_images, pictures
 from batchgen.checks import Rules
-from batchgen.errors import UsageError
+from batchgen.errors import Interrupted, UsageError
 from batchgen.importer import import_rows
 from batchgen.models.facts import PATTERN
 from batchgen.records import Failure, Image, InitImage
@@ -157,6 +158,21 @@ def test_bad_pictures_are_bad_rows(folder: Path, monkeypatch: pytest.MonkeyPatch
         assert row == 1
     assert column == ("width" if cell == "small.png" else "image")
     assert rule in found
+
+
+def test_a_disk_that_is_lost_is_no_pictures_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    row = tiny.row(init=InitImage("0" * 64, str(folder / PATHS[0])))
+    for name in ("file_digest", "sha256"):
+        monkeypatch.setattr(pictures.hashlib, name, lost)
+    for call in (lambda: check(pa.array([PATHS[0]]), folder), lambda: pictures.look(folder / PATHS[0])):
+        with pytest.raises(Interrupted, match="stale"):
+            call()
+    monkeypatch.setattr(Path, "open", lost)
+    with pytest.raises(Interrupted, match="stale"):
+        pictures.read_all([row])
 
 
 def test_bytes_and_types_that_are_no_pictures(folder: Path) -> None:
