@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchgen.checks import BadCell, Checked, Rules
-from batchgen.columns import Bools, decoded
+from batchgen.columns import Bools
+from batchgen.duplicates import refuse_duplicates
 from batchgen.errors import UsageError
 from batchgen.identified import digest_sum, identify
 from batchgen.identity import (
@@ -29,7 +30,6 @@ from batchgen.identity import (
     num_repeats,
     number_digests,
     occurrences,
-    repeated,
     settle_seeds,
 )
 from batchgen.known import Known, image_keys
@@ -154,7 +154,7 @@ class _Gathered:
             checked.is_guided[good],
             checked.sampler[good],
             checked.steps[good],
-            checked.skipped[good],
+            skipped=checked.skipped[good],
         )
         has_image = checked.skipped[good] >= 0
         is_smaller = (checked.width < checked.asked_width) | (checked.height < checked.asked_height)
@@ -208,7 +208,7 @@ def survey(
     ids = Digests(gathered.take("high"), gathered.take("low"))
     keep: Bools | None = None
     if "id" in manifest.schema.names:
-        keep = _refuse_duplicates(ids, is_good, manifest, on_bad)
+        keep = refuse_duplicates(ids, is_good, manifest, on_bad)
         ids = ids if keep is None else ids.take(np.flatnonzero(keep))
     else:
         ids = _numbered(ids)
@@ -223,48 +223,6 @@ def _numbered(ids: Digests) -> Digests:
         longer = joined(ids.take(again), number_digests(number[again]))
         ids.high[again], ids.low[again] = longer.high, longer.low
     return ids
-
-
-def _refuse_duplicates(
-    ids: Digests, is_good: Bools, manifest: Manifest, on_bad: Callable[[list[BadCell]], None]
-) -> Bools | None:
-    """Refuse every row whose id another row has too; which of them are good is returned, None for all."""
-    same_high = repeated(ids.high)
-    order = same_high[np.lexsort((same_high, ids.low[same_high], ids.high[same_high]))]
-    same = (ids.high[order][1:] == ids.high[order][:-1]) & (ids.low[order][1:] == ids.low[order][:-1])
-    if not same.any():
-        return None
-    is_twice = np.append(same, False) | np.append(False, same)
-    number = np.cumsum(np.append(True, ~same))[is_twice]
-    places, row_of = order[is_twice], np.flatnonzero(is_good)
-    first = np.searchsorted(number, number)
-    in_order = np.argsort(places)
-    for rows, names in _id_texts(manifest, row_of[places[in_order]]):
-        cells = []
-        for at, name in zip(in_order[rows].tolist(), names, strict=True):
-            some = slice(first[at], first[at] + 4)
-            others = row_of[places[some][(number[some] == number[at]) & (places[some] != places[at])]]
-            cells.append(BadCell(int(row_of[places[at]]), "id", repr(name), _duplicate(others.tolist())))
-        on_bad(cells)
-    is_good[row_of[places]] = False
-    keep = np.ones(len(ids), bool)
-    keep[places] = False
-    return keep
-
-
-def _duplicate(others: list[int]) -> str:
-    return f"must be unique; manifest row {', '.join(map(str, others[:3]))} has it too"
-
-
-def _id_texts(manifest: Manifest, rows: npt.NDArray[np.intp]) -> Iterator[tuple[slice, list[str]]]:
-    """The ids of some ascending rows, batch by batch: which of the rows, and their ids."""
-    first_row = 0
-    for batch in manifest.batches():
-        start, end = np.searchsorted(rows, [first_row, first_row + batch.num_rows]).tolist()
-        column = decoded(batch.column("id"))
-        if end > start:
-            yield slice(start, end), [str(column[int(row) - first_row].as_py()) for row in rows[start:end]]
-        first_row += batch.num_rows
 
 
 def _settled(

@@ -51,7 +51,7 @@ LAYERS = [
     selection reporting.sample reporting.spending
     init_images strengths
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 checks identified planner spill encoders formats parts card sources.cells axes expansion
+    models.flux2 checks identified duplicates planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
