@@ -128,10 +128,9 @@ class InitImages:
     ) -> dict[str, pa.Array]:
         """The `COLUMNS` of some good rows of a batch. Bytes go into the pack, but for those that are kept already."""
         looked, cells = self.look(column, first_row)[0], _taken_apart(column)
-        assert cells is not None, "a batch without readable pictures has no good rows with any"
         rows, folder = [], self.folder_of(first_row)
         for place, is_packed in zip(places.tolist(), is_kept.tolist(), strict=True):
-            if not looked.given[place]:
+            if cells is None or not looked.given[place]:
                 rows.append(dict.fromkeys(COLUMNS.names))
                 continue
             name, digest, content = cells.names[place], looked.sha256[place].tobytes(), cells.contents[place]

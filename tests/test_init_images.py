@@ -185,6 +185,9 @@ def test_bytes_and_types_that_are_no_pictures(folder: Path) -> None:
         ((row, name, rule),) = check(column, folder)
         assert (row, name) == (0, "image")
         assert rule.startswith(f"must be {init_images.KINDS}; the column's type is")
+    columns = {"prompt": ["a", "b"], "image": [1, None]}
+    (row,) = frozen(folder, columns, overrides=["plan.on_bad_row=skip"]).rows
+    assert (row["prompt"], row["init_sha256"]) == ("b", None)
 
 
 @pytest.mark.parametrize(
