@@ -10,16 +10,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.columns import Bools, Parsed, decoded, floats, integers, is_garbled, is_given, shown, texts
+from batchgen.columns import Bools, decoded, floats, integers, is_garbled, is_given, shown, texts
 from batchgen.errors import UsageError
 from batchgen.init_images import InitImages, Looked
 from batchgen.init_images import shown as shown_image
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS
 from batchgen.models.facts import Facts
+from batchgen.sizes import MAX_SIZE, sizes
 from batchgen.strengths import NO_IMAGE, strengths
 
-MAX_SIZE = 32_768
 MAX_PIXELS = 2**26
 """Of one image: what readers such as Pillow still open without a warning of decompression bombs."""
 MAX_STEPS = 1_000
@@ -160,8 +160,8 @@ class _Check:
         true_cfg = self._scale("true_cfg_scale", np.nan if facts.true_cfg_scale is None else facts.true_cfg_scale)
         negative, is_guided = self._negative_prompt(true_cfg if facts.has_true_cfg else guidance)
         init = self._init_images()
-        asked_width, width = self._size("width", job.width, facts.width, None if init is None else init.width)
-        asked_height, height = self._size("height", job.height, facts.height, None if init is None else init.height)
+        asked_width, width = self._size("width", job.width, facts.width, init)
+        asked_height, height = self._size("height", job.height, facts.height, init)
         self._refuse(
             "height", self.is_good & (width * height > MAX_PIXELS), f"times width must be at most {MAX_PIXELS}"
         )
@@ -251,7 +251,7 @@ class _Check:
         outside = is_negative | (parsed.values < 1) | (parsed.values > np.uint64(most))
         is_bad = parsed.is_bad | (parsed.given & outside)
         self._refuse(column, is_bad, f"must be a whole number from 1 to {most}")
-        return _filled(parsed, is_bad, default)
+        return parsed.filled(is_bad, np.full(self.num, default))
 
     def _init_images(self) -> Looked | None:
         if "image" not in self.columns:
@@ -273,40 +273,16 @@ class _Check:
             self._refuse("strength", is_bad, rule, f"{found.default:g}")
         return found.values, found.skipped
 
-    def _size(
-        self, column: str, told: int | None, usual: int, of_image: npt.NDArray[np.int32] | None
-    ) -> tuple[Ints, Ints]:
-        """Sizes as asked for and as made. Where nobody says, a row is as large as its init image, rounded down."""
-        facts, default = self.rules.facts, told or usual
-        asked, is_no_size = np.full(self.num, default), np.zeros(self.num, bool)
-        is_own = np.zeros(self.num, bool) if told or of_image is None else of_image > 0
-        if column in self.columns:
-            parsed, is_negative = integers(self.columns[column])
-            is_no_size = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
-            self._refuse(column, is_no_size, f"must be a whole number of pixels up to {MAX_SIZE}")
-            asked, is_own = _filled(parsed, is_no_size, default), is_own & ~parsed.given
-        asked = asked if of_image is None else np.where(is_own, of_image, asked)
-        made = np.where(is_own, asked // facts.size_multiple * facts.size_multiple, asked)
-        if self.rules.job.plan.size_policy == "round":
-            multiple = facts.size_multiple
-            rounded = (asked + multiple // 2) // multiple * multiple
-            made = np.where(is_own, made, np.where(asked > 0, np.maximum(rounded, facts.min_size), asked))
-        most = facts.max_size or MAX_SIZE
-        is_bad = ~is_no_size & ((made < facts.min_size) | (made > most) | (made % facts.size_multiple != 0))
-        self._refuse(
-            column,
-            is_own & is_bad,
-            f"is that of the init image, which is below {facts.min_size} or above {most}: give the row a size",
+    def _size(self, column: str, told: int | None, usual: int, init: Looked | None) -> tuple[Ints, Ints]:
+        """Sizes as asked for and as made."""
+        of_image = None if init is None else getattr(init, column)
+        facts, policy = self.rules.facts, self.rules.job.plan.size_policy
+        found = sizes(
+            self.columns.get(column), np.full(self.num, told or usual), None if told else of_image, facts, policy
         )
-        is_bad &= ~is_own
-        bounds = f"at least {facts.min_size}" + (f" and at most {most}" if facts.max_size else "")
-        self._refuse(
-            column,
-            is_bad,
-            f"must be a multiple of {facts.size_multiple}, {bounds} "
-            f"(--set plan.size_policy=round rounds){'' if column in self.columns else f'; the default is {default}'}",
-        )
-        return asked, made
+        for rule, is_bad in found.broken.items():
+            self._refuse(column, is_bad, rule)
+        return found.asked, found.made
 
     def _sampler(self, default: str) -> npt.NDArray[np.int32]:
         number = self.rules.sampler_number
@@ -343,7 +319,3 @@ class _Check:
             "id", ~is_given(column), "must be text or a whole number: give every row an id, or drop the column"
         )
         return values
-
-
-def _filled(parsed: Parsed, is_bad: Bools, default: int) -> Ints:
-    return np.where(parsed.given & ~is_bad, parsed.values.astype(np.int64), default)

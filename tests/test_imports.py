@@ -49,7 +49,7 @@ LAYERS = [
     models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
     models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
-    init_images strengths
+    init_images strengths sizes
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks identified duplicates planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
