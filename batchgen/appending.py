@@ -178,10 +178,11 @@ def _rebatched(table: pa.Table) -> pa.Table:
 
 def _batches(shard: pa.Table, facts: Facts) -> Iterator[tuple[tuple[int, int], int]]:
     """The bucket of each batch, and the evaluations of its longest row."""
-    names = ("batch", "group", "batch_size", "sampler", "steps")
+    names = ("batch", "group", "batch_size", "sampler", "steps", "strength")
     longest: dict[int, tuple[tuple[int, int], int]] = {}
-    for batch, group, size, sampler, steps in zip(*(shard[name].to_pylist() for name in names), strict=True):
-        evaluations = facts.sampler_facts(sampler).evaluations(steps)
+    for batch, group, size, sampler, steps, strength in zip(*(shard[name].to_pylist() for name in names), strict=True):
+        skipped = 0 if strength is None else int(facts.skipped(steps, strength))
+        evaluations = facts.sampler_facts(sampler).evaluations_after(steps, skipped)
         longest[batch] = (group, size), max(evaluations, longest.get(batch, ((0, 0), 0))[1])
     yield from longest.values()
 

@@ -10,14 +10,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchgen.columns import Bools, Parsed, decoded, floats, integers, is_garbled, is_given, shown, texts
+from batchgen.columns import Bools, decoded, floats, integers, is_garbled, is_given, shown, texts
 from batchgen.errors import UsageError
-from batchgen.identity import Digests, joined, number_digests, row_digests, text_digests
+from batchgen.init_images import InitImages, Looked
+from batchgen.init_images import shown as shown_image
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS
 from batchgen.models.facts import Facts
+from batchgen.sizes import MAX_SIZE, sizes
+from batchgen.strengths import NO_IMAGE, strengths
 
-MAX_SIZE = 32_768
 MAX_PIXELS = 2**26
 """Of one image: what readers such as Pillow still open without a warning of decompression bombs."""
 MAX_STEPS = 1_000
@@ -62,6 +64,12 @@ class Checked:
     true_cfg_scale: npt.NDArray[np.float64]
     """NaN where the family knows none."""
     is_guided: Bools
+    init: Looked | None
+    """None where the manifest has no such column, or the family takes no init image."""
+    strength: npt.NDArray[np.float64]
+    """NaN where the row has no init image."""
+    skipped: Ints
+    """Steps that the init image stands for; -1 where the row has none."""
     sampler: npt.NDArray[np.int32]
     """Index into `Rules.samplers`."""
     seed: npt.NDArray[np.uint64]
@@ -70,22 +78,13 @@ class Checked:
     num_images: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """Who each row of a batch is."""
-
-    ids: Digests
-    """Of the `id` column, else of all columns as they stand in the manifest."""
-    content: npt.NDArray[np.uint32]
-    """Hash of all that makes a row's pixels but id, image number and seed."""
-
-
 @dataclass(slots=True)
 class Rules:
     """What the job and the model ask of a row."""
 
     job: Job
     facts: Facts
+    init_images: InitImages = field(default_factory=InitImages)
     samplers: list[str] = field(default_factory=list)
     """Names met so far; a row's `sampler` is an index into this."""
     _known: dict[str, int] = field(default_factory=dict)
@@ -102,6 +101,8 @@ class Rules:
         for name, is_taken in self.scales.items():
             if not is_taken and getattr(self.job.sampling, name):
                 raise UsageError(f"sampling.{name} {NO_SCALE}; leave it out")
+        if self.job.sampling.strength is not None and not self.facts.takes_image:
+            raise UsageError(f"sampling.strength {NO_IMAGE}; leave it out")
 
     @property
     def limits(self) -> dict[str, int]:
@@ -158,12 +159,14 @@ class _Check:
         guidance = self._scale("guidance_scale", facts.guidance_scale)
         true_cfg = self._scale("true_cfg_scale", np.nan if facts.true_cfg_scale is None else facts.true_cfg_scale)
         negative, is_guided = self._negative_prompt(true_cfg if facts.has_true_cfg else guidance)
-        asked_width, width = self._size("width", job.width or facts.width)
-        asked_height, height = self._size("height", job.height or facts.height)
+        init = self._init_images()
+        asked_width, width = self._size("width", job.width, facts.width, init)
+        asked_height, height = self._size("height", job.height, facts.height, init)
         self._refuse(
             "height", self.is_good & (width * height > MAX_PIXELS), f"times width must be at most {MAX_PIXELS}"
         )
         steps = self._count("steps", job.steps or facts.steps)
+        strength, skipped = self._strength(init, steps)
         num_images = self._count("num_images", job.num_images)
         sampler = self._sampler(job.sampler or facts.sampler)
         self._refuse_impossible(steps, sampler)
@@ -173,7 +176,8 @@ class _Check:
             self._refuse(column, is_garbled(self.columns[column]), "must be UTF-8 text")
         return Checked(
             self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
-            asked_width, asked_height, steps, guidance, true_cfg, is_guided, sampler, seed, has_seed, num_images,
+            asked_width, asked_height, steps, guidance, true_cfg, is_guided, init, strength, skipped, sampler, seed,
+            has_seed, num_images,
         )  # fmt: skip
 
     def _refuse_impossible(self, steps: Ints, sampler: npt.NDArray[np.int32]) -> None:
@@ -191,8 +195,9 @@ class _Check:
 
     def _refuse(self, column: str, is_bad: Bools, rule: str, default: str = "None") -> None:
         """Note the rule for every row of the mask. `default` is the value where the manifest has no such column."""
+        show = shown_image if column == "image" else shown
         for row in np.flatnonzero(is_bad):
-            value = shown(self.columns[column][int(row)]) if column in self.columns else default
+            value = show(self.columns[column][int(row)]) if column in self.columns else default
             self.bad.append(BadCell(self.first_row + int(row), column, value, rule))
         self.is_good &= ~is_bad
 
@@ -246,31 +251,38 @@ class _Check:
         outside = is_negative | (parsed.values < 1) | (parsed.values > np.uint64(most))
         is_bad = parsed.is_bad | (parsed.given & outside)
         self._refuse(column, is_bad, f"must be a whole number from 1 to {most}")
-        return _filled(parsed, is_bad, default)
+        return parsed.filled(is_bad, np.full(self.num, default))
 
-    def _size(self, column: str, default: int) -> tuple[Ints, Ints]:
-        facts = self.rules.facts
-        asked, is_no_size = np.full(self.num, default), np.zeros(self.num, bool)
-        if column in self.columns:
-            parsed, is_negative = integers(self.columns[column])
-            is_no_size = parsed.is_bad | (parsed.given & (is_negative | (parsed.values > MAX_SIZE)))
-            self._refuse(column, is_no_size, f"must be a whole number of pixels up to {MAX_SIZE}")
-            asked = _filled(parsed, is_no_size, default)
-        made = asked
-        if self.rules.job.plan.size_policy == "round":
-            multiple = facts.size_multiple
-            rounded = (asked + multiple // 2) // multiple * multiple
-            made = np.where(asked > 0, np.maximum(rounded, facts.min_size), asked)
-        most = facts.max_size or MAX_SIZE
-        is_bad = ~is_no_size & ((made < facts.min_size) | (made > most) | (made % facts.size_multiple != 0))
-        bounds = f"at least {facts.min_size}" + (f" and at most {most}" if facts.max_size else "")
-        self._refuse(
-            column,
-            is_bad,
-            f"must be a multiple of {facts.size_multiple}, {bounds} "
-            f"(--set plan.size_policy=round rounds){'' if column in self.columns else f'; the default is {default}'}",
+    def _init_images(self) -> Looked | None:
+        if "image" not in self.columns:
+            return None
+        if not self.rules.facts.takes_image:
+            self._refuse("image", is_given(self.columns["image"]), NO_IMAGE)
+            return None
+        looked, faults = self.rules.init_images.look(self.columns["image"], self.first_row)
+        self.bad += [BadCell(self.first_row + one.place, "image", one.value, one.rule) for one in faults]
+        self.is_good[[one.place for one in faults]] = False
+        return looked
+
+    def _strength(self, init: Looked | None, steps: Ints) -> tuple[npt.NDArray[np.float64], Ints]:
+        """The strengths, and how many steps are skipped for them."""
+        facts, has_image = self.rules.facts, np.zeros(self.num, bool) if init is None else init.given
+        column = self.columns.get("strength", pa.nulls(self.num))
+        found = strengths(column, has_image, np.where(self.is_good, steps, MAX_COUNTED_STEPS), facts, self.rules.job)
+        for rule, is_bad in found.broken.items():
+            self._refuse("strength", is_bad, rule, f"{found.default:g}")
+        return found.values, found.skipped
+
+    def _size(self, column: str, told: int | None, usual: int, init: Looked | None) -> tuple[Ints, Ints]:
+        """Sizes as asked for and as made."""
+        of_image = None if init is None else getattr(init, column)
+        facts, policy = self.rules.facts, self.rules.job.plan.size_policy
+        found = sizes(
+            self.columns.get(column), np.full(self.num, told or usual), None if told else of_image, facts, policy
         )
-        return asked, made
+        for rule, is_bad in found.broken.items():
+            self._refuse(column, is_bad, rule)
+        return found.asked, found.made
 
     def _sampler(self, default: str) -> npt.NDArray[np.int32]:
         number = self.rules.sampler_number
@@ -307,39 +319,3 @@ class _Check:
             "id", ~is_given(column), "must be text or a whole number: give every row an id, or drop the column"
         )
         return values
-
-
-def _filled(parsed: Parsed, is_bad: Bools, default: int) -> Ints:
-    return np.where(parsed.given & ~is_bad, parsed.values.astype(np.int64), default)
-
-
-def identify(checked: Checked, samplers: list[str]) -> Identified:
-    """Digests of a batch's rows; `samplers` are the names that `checked.sampler` counts."""
-    prompt = text_digests(checked.prompt)
-    if checked.id_texts is None:
-        ids = row_digests(_canonical(checked.columns), len(checked.prompt), {"prompt": prompt})
-    else:
-        ids = text_digests(checked.id_texts)
-    total = joined(prompt, text_digests(checked.negative_prompt))
-    total = joined(total, number_digests(is_given(checked.negative_prompt).astype(np.uint64)))
-    total = joined(total, text_digests(pa.array([*samplers, ""])).take(checked.sampler.astype(np.intp)))
-    for numbers in (checked.width, checked.height, checked.steps, checked.guidance_scale):
-        total = joined(total, number_digests(numbers.view(np.uint64)))
-    if not np.isnan(checked.true_cfg_scale).any():
-        total = joined(total, number_digests(checked.true_cfg_scale.view(np.uint64)))
-    return Identified(ids, total.low.astype(np.uint32))
-
-
-def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
-    """The columns with our own parameters in one spelling, so that 20, 20.0 and "20" are the same row."""
-    canonical = dict(columns)
-    for name in ("width", "height", "steps", "num_images", "seed"):
-        if name in canonical:
-            parsed, is_negative = integers(canonical[name])
-            is_null = ~parsed.given | (is_negative & (name == "seed"))
-            canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
-    for name in ("guidance_scale", "true_cfg_scale"):
-        if name in canonical:
-            numbers = floats(canonical[name])
-            canonical[name] = pa.array(numbers.values + 0.0, mask=~numbers.given | numbers.is_bad)
-    return canonical

@@ -28,6 +28,10 @@ class Parsed:
     given: Bools
     is_bad: Bools
 
+    def filled(self, is_bad: Bools, default: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Integers, with the default where none is given or one is bad, by this rule or another."""
+        return np.where(self.given & ~is_bad, self.values.astype(np.int64), default)
+
 
 def decoded(column: pa.Array) -> pa.Array:
     """The column without dictionary encoding or an extension wrapper, strings as large_string."""

@@ -18,7 +18,9 @@ from batchgen.wording import listed, shorten
 SHOWN = 5
 ROWS_ADDED = "rows added"
 _KEY = ("id", "image_number")
-_NOT_ASKED = frozenset({"position", "group", "batch", "batch_size"})
+_NOT_ASKED = frozenset(
+    {"position", "group", "batch", "batch_size", "init_image", "init_file", "init_offset", "init_bytes"}
+)
 """Columns of a plan that say where a row lies, not what it is."""
 
 Tables = Callable[[], Iterator[pa.Table]]

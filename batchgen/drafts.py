@@ -14,6 +14,8 @@ from batchgen.checks import Checked
 from batchgen.columns import as_type
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
+from batchgen.init_images import COLUMNS as INIT_COLUMNS
+from batchgen.init_images import InitImages, Pack
 from batchgen.manifest import READ_BYTES, Manifest
 from batchgen.metadata import CARRIED
 from batchgen.planner import Cut, Limits, cut, order_of_groups
@@ -38,6 +40,8 @@ COLUMNS = pa.schema(
         ("steps", pa.int32()),
         ("guidance_scale", pa.float64()),
         ("true_cfg_scale", pa.float64()),
+        ("strength", pa.float64()),
+        *INIT_COLUMNS,
         ("sampler", pa.dictionary(pa.int32(), pa.string())),
         ("seed", pa.uint64()),
     ]
@@ -106,8 +110,9 @@ def row_schema(manifest: Manifest) -> pa.Schema:
     return pa.schema([*COLUMNS, *carried])
 
 
-def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
-    """All images in manifest order as tables of `row_schema`, with their ranks."""
+def plan_rows(drafted: Draft, pack: Pack | None = None) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+    """All images in manifest order as tables of `row_schema`, with their ranks. Init images whose bytes the manifest
+    holds go into the pack, but for those of images that an earlier plan has; without a pack their place is null."""
     survey = drafted.survey
     schema = row_schema(survey.manifest)
     row, image = 0, 0
@@ -119,18 +124,37 @@ def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]
             again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
             seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
             ids = survey.ids.take(images.row).hex() if checked.id_texts is None else checked.id_texts.take(places)
-            yield (
-                _table(checked, batch, places, ids, images.number, seeds, image, survey.rules.samplers, schema),
-                drafted.rank[image : image + len(places)],
-            )
+            table = _table(checked, batch, places, ids, images.number, seeds, image, survey.rules.samplers, schema)
+            if checked.init is not None:
+                is_planned = None if survey.is_planned is None else survey.is_planned[image : image + len(places)]
+                table = _with_images(table, checked, places, survey.rules.init_images, pack, is_planned)
+            yield table, drafted.rank[image : image + len(places)]
             image += len(places)
         row += len(good)
 
 
-def new_rows(drafted: Draft, first_position: int) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
+def _with_images(
+    table: pa.Table,
+    checked: Checked,
+    places: npt.NDArray[np.intp],
+    init_images: InitImages,
+    pack: Pack | None,
+    is_planned: npt.NDArray[np.bool_] | None,
+) -> pa.Table:
+    """The rows with their init images; the bytes of those that are planned already are not packed again."""
+    is_kept = np.zeros(len(places), bool) if is_planned is None else is_planned
+    planned = init_images.planned(checked.columns["image"], checked.first_row, places, pack, is_kept)
+    for name, column in planned.items():
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), column)
+    return table
+
+
+def new_rows(
+    drafted: Draft, first_position: int, pack: Pack | None = None
+) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]]]:
     """As `plan_rows`, but for the images that an earlier plan has; positions count from `first_position`."""
     is_planned, image = drafted.survey.is_planned, 0
-    for table, ranks in plan_rows(drafted):
+    for table, ranks in plan_rows(drafted, pack):
         if is_planned is not None:
             new = np.flatnonzero(~is_planned[image : image + len(ranks)])
             image += len(ranks)
@@ -165,6 +189,8 @@ def _table(
         "steps": checked.steps[places],
         "guidance_scale": checked.guidance_scale[places],
         "true_cfg_scale": pa.array(checked.true_cfg_scale[places], from_pandas=True),
+        "strength": pa.array(checked.strength[places], from_pandas=True),
+        **{name: pa.nulls(len(places), INIT_COLUMNS.field(name).type) for name in INIT_COLUMNS.names},
         "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
         "seed": seeds,
     }

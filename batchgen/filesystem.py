@@ -80,6 +80,17 @@ def readable(path: Path) -> Iterator[None]:
         raise _interrupted(troubles[error.errno], error, path) from error
 
 
+@contextmanager
+def lost(path: Path) -> Iterator[None]:
+    """Turn a disk that is lost into an Interrupted that says so. Any other OSError is raised as it comes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _RESUMABLE:
+            raise
+        raise _interrupted(_RESUMABLE[error.errno], error, path) from error
+
+
 def withdrawn(error: BaseException) -> Interrupted | None:
     """What to say of a refusal by a disk that took this process's files before: by now it may not use them any more."""
     cause = error.__cause__

@@ -73,7 +73,7 @@ def import_rows(
     Interrupted if the disk fails.
     """
     _check_out(out, overwrite)
-    table = Nothing() if source is None else _open(source, split)
+    table = Nothing() if source is None else _open(source, split, (columns or {}).get("image"))
     _check_sourceless(source, columns, split)
     renamed = _renamed(table.names, dict(columns or {}), source, not expansion.makes_prompts) if source else {}
     notes: list[str] = []
@@ -82,9 +82,30 @@ def import_rows(
         product = Product(recipe(expansion, list(renamed.values()), source), source or "the grid")
         product.read(lambda: table.batches(renamed, []))
         batches = product.rows(batches)
+    if source is not None and Path(source).is_file() and "image" in renamed.values():
+        batches = _anchored(batches, Path(source).parent, out.parent, notes)
     with _in_place(out) as temporary:
         rows, names = _write(batches, temporary, source)
     return Imported(rows, names, tuple(notes))
+
+
+def _anchored(
+    batches: Iterator[pa.RecordBatch], folder: Path, target: Path, notes: list[str]
+) -> Iterator[pa.RecordBatch]:
+    """The rows with paths of init images that hold in the manifest too, wherever it lies: relative ones begin in the
+    source's folder, and are whole where the manifest is written to another."""
+    is_elsewhere, num = folder.resolve() != target.resolve(), 0
+    for batch in batches:
+        names = batch.column("image").to_pylist() if is_elsewhere else []
+        whole = [name if name is None or "://" in name else os.path.abspath(folder / name) for name in names]
+        num += sum(one != name for one, name in zip(whole, names, strict=True))
+        yield (
+            batch.set_column(batch.schema.get_field_index("image"), "image", pa.array(whole, pa.string()))
+            if names
+            else batch
+        )
+    if num:
+        notes.append(f"paths in column image are whole now, and begin in {folder.resolve()}: {num}")
 
 
 def _check_sourceless(source: str | None, columns: Mapping[str, str] | None, split: str | None) -> None:
@@ -102,12 +123,12 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise UsageError(f"-o {out} exists already; name another file, or add --overwrite to replace it")
 
 
-def _open(source: str, split: str | None) -> Source:
+def _open(source: str, split: str | None, image: str | None) -> Source:
     path = Path(source)
     if path.is_file():
         return _open_file(path, split)
     if path.is_dir() or not _looks_like_file(source):
-        return HubTable(source, split)
+        return HubTable(source, split, image)
     raise UsageError(f"there is no file {source}; import takes {_ALLOWED}")
 
 

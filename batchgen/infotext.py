@@ -49,12 +49,14 @@ def infotext(parameters: Mapping[str, Any]) -> str:
 def _pairs(parameters: Mapping[str, Any]) -> dict[str, str | None]:
     sampler, schedule = _SAMPLERS.get(parameters["sampler"], (parameters["sampler"], None))
     guidance, true_scale = parameters["guidance_scale"], parameters.get("true_cfg_scale")
+    strength = parameters.get("strength")
     return {
         "Steps": str(parameters["steps"]),
         "Sampler": sampler,
         "Schedule type": schedule,
         "CFG scale": _number(guidance if true_scale is None else true_scale),
         "Distilled CFG Scale": None if true_scale is None else _number(guidance),
+        "Denoising strength": None if strength is None else _number(strength),
         "Seed": parameters["seed"],
         "Size": f"{parameters['width']}x{parameters['height']}",
         "Model": parameters["model"],

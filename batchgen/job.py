@@ -87,6 +87,8 @@ class Sampling(_Table):
     true_cfg_scale: float | None = None
     """Scale of guidance by a negative prompt, of models whose guidance_scale is distilled into them (FLUX)."""
     negative_prompt: str | None = None
+    strength: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of rows with an init image: the share of their steps that are made, and so how little is left of the picture."""
     sampler: str | None = None
     """A sampler's name; None is the scheduler that lies in the model folder."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
@@ -109,6 +111,8 @@ class Plan(_Table):
     """Whether a size that the model cannot do is a bad row or becomes the nearest one that it can."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Whether a row that cannot be made as asked ends the run or goes into `rejected.parquet`."""
+    image_folder: str | None = None
+    """The folder that relative paths of the column `image` begin in; None is that of the manifest's file."""
     on_truncate: Literal["warn", "error"] = "warn"
     """Whether prompts longer than the model reads are cut and counted, or refused."""
 

@@ -34,6 +34,8 @@ PARAMETERS = (
     "steps",
     "guidance_scale",
     "true_cfg_scale",
+    "image",
+    "strength",
     "seed",
     "num_images",
     "sampler",
@@ -70,6 +72,10 @@ class Manifest:
         """The file and the row in it (from 0) of a manifest row."""
         number = bisect.bisect_right(self.first_rows, row) - 1
         return self.files[number], row - self.first_rows[number]
+
+    def folder(self, row: int) -> Path:
+        """The folder of the file that has a manifest row: relative paths in it begin there."""
+        return self.place(row)[0].parent
 
     @property
     def carried(self) -> tuple[str, ...]:

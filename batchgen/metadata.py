@@ -32,6 +32,9 @@ PARAMETERS = pa.schema(
         pa.field("steps", pa.int32(), nullable=False),
         pa.field("guidance_scale", pa.float64(), nullable=False),
         pa.field("true_cfg_scale", pa.float64()),
+        pa.field("strength", pa.float64()),
+        pa.field("init_image", pa.string()),
+        pa.field("init_sha256", pa.string()),
         pa.field("sampler", pa.string(), nullable=False),
         pa.field("seed", pa.uint64(), nullable=False),
         pa.field("noise_seed", pa.uint32(), nullable=False),
@@ -131,7 +134,9 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
     Text, because JSON readers other than Python's round integers above 2^53. What the model's family knows nothing of
     is left out.
     """
-    of_family = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    of_family: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    if row.init is not None:
+        of_family |= {"strength": row.strength, "init_image": row.init.name, "init_sha256": row.init.sha256}
     return {
         "id": row.id,
         "image_number": row.image_number,

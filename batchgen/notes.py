@@ -8,7 +8,7 @@ from batchgen.job import Job
 from batchgen.manifest import PARAMETERS, Manifest
 from batchgen.models.facts import Facts
 from batchgen.survey import Survey
-from batchgen.wording import listed
+from batchgen.wording import counted, listed
 
 
 def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
@@ -20,6 +20,15 @@ def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
             "closing lines; --on-truncate error names them before anything is made"
         )
     notes += _carried_notes(surveyed.manifest)
+    if surveyed.num_from_images:
+        notes.append(
+            f"{counted(surveyed.num_from_images, 'manifest row')} of {len(surveyed.group):,} begin from an image"
+        )
+    if surveyed.num_cropped:
+        notes.append(
+            f"init images whose own size is no multiple of {facts.size_multiple}, and whose rows have no other: "
+            f"{surveyed.num_cropped:,}; they are made at the next smaller one, and the metadata has both"
+        )
     if surveyed.num_repeated_noise:
         notes.append(
             "images that repeat another one's prompt, parameters and noise seed, and will equal it: "

@@ -51,14 +51,18 @@ class Grouper:
         is_guided: npt.NDArray[np.bool_],
         sampler: npt.NDArray[np.int32],
         steps: Ints,
+        *,
         lengths: Sequence[Ints] | None = None,
+        skipped: Ints | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Group number and model evaluations of each row. `lengths` are those of the prompts and of what weighs against
-        them, where they follow the texts."""
+        them, where they follow the texts. `skipped` are the steps that its init image stands for, -1 where it has none;
+        None: no row has one."""
         shape = (width << 17) | (height << 1) | is_guided
         if lengths is not None:
             shape |= (lengths[0] << 34) | (np.where(is_guided, lengths[1], 0) << 48)
-        schedule = (sampler.astype(np.int64) << 16) | steps
+        first = np.zeros_like(steps) if skipped is None else skipped + 1
+        schedule = (sampler.astype(np.int64) << 32) | (steps << 16) | first
         shapes, of_shape = np.unique(shape, return_inverse=True)
         schedules, of_schedule = np.unique(schedule, return_inverse=True)
         pairs, of_pair = np.unique(of_shape * len(schedules) + of_schedule, return_inverse=True)
@@ -69,9 +73,9 @@ class Grouper:
         return np.array(numbers, np.int32)[of_pair], np.array(evaluations, np.int32)[of_schedule]
 
     def _number(self, shape: int, schedule: int) -> int:
-        name, steps = self.samplers[schedule >> 16], schedule & 0xFFFF
+        name, steps, skipped = self._of_schedule(schedule)
         form = self.facts.sampler_facts(name).form
-        own = (name, steps) if form == OWN_UPDATE else ("", 0)
+        own = (name, steps, skipped) if form == OWN_UPDATE else ("", 0, None)
         has_lengths = self.facts.lengths is not None
         group = Group(
             width=(shape >> 17) & 0x1FFFF,
@@ -82,6 +86,7 @@ class Grouper:
             sampler=own[0],
             steps=own[1],
             negative_length=shape >> 48 if has_lengths else None,
+            skipped=own[2],
         )
         if group not in self._numbers:
             self._numbers[group] = len(self.groups)
@@ -89,7 +94,13 @@ class Grouper:
         return self._numbers[group]
 
     def _evaluations(self, schedule: int) -> int:
-        return self.facts.sampler_facts(self.samplers[schedule >> 16]).evaluations(schedule & 0xFFFF)
+        name, steps, skipped = self._of_schedule(schedule)
+        return self.facts.sampler_facts(name).evaluations_after(steps, skipped or 0)
+
+    def _of_schedule(self, schedule: int) -> tuple[str, int, int | None]:
+        """Sampler, steps, and steps skipped."""
+        first = schedule & 0xFFFF
+        return self.samplers[schedule >> 32], (schedule >> 16) & 0xFFFF, first - 1 if first else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +177,7 @@ def order_of_groups(groups: Sequence[Group]) -> list[int]:
             groups[number].form,
             groups[number].sampler,
             groups[number].steps,
+            -1 if groups[number].skipped is None else groups[number].skipped,
         ),
     )
 

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from batchgen.drafts import Draft, new_rows, row_schema
 from batchgen.errors import Interrupted
 from batchgen.filesystem import FileSystem, resumable
+from batchgen.init_images import packing
 from batchgen.plan_index import BucketWork, PlanFile, PlanIndex, load_index
 from batchgen.planner import Cut
 from batchgen.rejections import Rejections
@@ -148,8 +149,9 @@ def _write_files(drafted: Draft, folder: Path, files: FileSystem, base: Base) ->
     bounds = part_bounds(drafted.cut.shard_row_start, drafted.survey.num_bytes)
     spilled = Reorder(folder, row_schema(drafted.survey.manifest), bounds)
     with resumable(folder):
-        for table, ranks in new_rows(drafted, base.rows):
-            spilled.add(table, ranks)
+        with packing(folder, files) as pack:
+            for table, ranks in new_rows(drafted, base.rows, pack):
+                spilled.add(table, ranks)
         yield from write_shards(_shards(spilled.parts(), drafted.cut, base), folder, files, base)
 
 

@@ -33,6 +33,8 @@ class Group:
     sampler: str = ""
     steps: int = 0
     """`sampler` and `steps` belong to the key only where `form` is "", else they are empty and per row."""
+    skipped: int | None = None
+    """Likewise: the steps that an init image stands for (`Facts.skipped`); None without one."""
     negative_length: int | None = None
     """Tokens per encoded negative prompt, 0 where no row is guided; None where no text's length follows the text."""
 
@@ -42,6 +44,25 @@ class Group:
         if self.negative_length is None:
             return ""
         return f", text {self.text_length}" + (f" and {self.negative_length}" if self.negative_length else "")
+
+
+@dataclass(frozen=True, slots=True)
+class InitImage:
+    """The picture that a row begins from, as it was when the row was planned."""
+
+    sha256: str
+    """Of the image file, hexadecimal."""
+    file: str
+    """Where its bytes lie, as an absolute path."""
+    name: str | None = None
+    """Its path as the manifest gives it; None for bytes without one."""
+    offset: int = 0
+    """Of the first byte in `file`."""
+    num_bytes: int | None = None
+    """None: all of `file`."""
+
+    def __str__(self) -> str:
+        return self.file if self.num_bytes is None else f"{self.name or 'its bytes'} in {self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +86,10 @@ class Row:
     """As given or derived, 0 to 2^64 - 1."""
     true_cfg_scale: float | None = None
     """Scale of guidance by a negative prompt, of families whose guidance_scale means another; None elsewhere."""
+    init: InitImage | None = None
+    """None: the row begins from noise alone."""
+    strength: float | None = None
+    """The share of the steps that a row with an init image makes, above 0 to 1; None without one."""
 
     @property
     def noise_seed(self) -> int:

@@ -87,7 +87,8 @@ def plan_text(drafted: Draft, job: Job) -> str:
 
 def sampler_text(group: Group) -> str:
     """Which samplers a group's rows have."""
-    return f"{group.sampler}, {group.steps} steps" if group.sampler else f"any of form {group.form}"
+    skipped = f" but the first {group.skipped}" if group.skipped else ""
+    return f"{group.sampler}, {group.steps} steps{skipped}" if group.sampler else f"any of form {group.form}"
 
 
 def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list[str]:

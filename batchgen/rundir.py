@@ -17,6 +17,7 @@ from batchgen.differences import ROWS_ADDED, row_differences
 from batchgen.drafts import Draft, draft, plan_rows
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem, is_utf8, resumable
+from batchgen.init_images import InitImages
 from batchgen.job import Job
 from batchgen.known import Known
 from batchgen.ledger import FOLDERS
@@ -43,6 +44,7 @@ _FREE = (
     "engine.text_encoder",
     "output.encoders",
     "plan.profile",
+    "plan.image_folder",
     "plan.on_truncate",
 )
 """Tables and keys of a job that may change between two starts of one run: pixels do not depend on them, or other
@@ -130,7 +132,7 @@ def plan_manifest(
     rejections = Rejections(manifest)
     surveyed = survey(
         manifest,
-        Rules(job, facts),
+        Rules(job, facts, _init_images(manifest, job)),
         rejections.add,
         lambda rows: on_progress(rows, manifest.num_rows),
         known("id" in manifest.schema.names) if known else None,
@@ -294,6 +296,15 @@ def check_differences(
 
 def _row_differences(run: RunDirectory, index: PlanIndex, now: Draft) -> list[str]:
     return row_differences(lambda: run.planned_rows(index), lambda: (rows for rows, _ in plan_rows(now)))
+
+
+def _init_images(manifest: Manifest, job: Job) -> InitImages:
+    if job.plan.image_folder is None:
+        return InitImages(manifest.folder)
+    folder = Path(job.plan.image_folder)
+    if not folder.is_dir():
+        raise UsageError(f"plan.image_folder = {str(folder)!r} is no folder; name the one that paths begin in")
+    return InitImages(lambda row: folder)
 
 
 def _check_sampler(job: Job, facts: Facts) -> None:

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import BadCell, Checked, Identified, Rules, identify
-from batchgen.columns import Bools, decoded
+from batchgen.checks import BadCell, Checked, Rules
+from batchgen.columns import Bools
+from batchgen.duplicates import refuse_duplicates
 from batchgen.errors import UsageError
+from batchgen.identified import digest_sum, identify
 from batchgen.identity import (
     Digests,
     Redrawn,
@@ -28,12 +30,10 @@ from batchgen.identity import (
     num_repeats,
     number_digests,
     occurrences,
-    repeated,
-    row_digests,
     settle_seeds,
 )
 from batchgen.known import Known, image_keys
-from batchgen.manifest import PARAMETERS, Manifest
+from batchgen.manifest import Manifest
 from batchgen.models.tokens import LengthsOf, lengths_of
 from batchgen.planner import Grouper
 from batchgen.records import Group
@@ -83,6 +83,10 @@ class Survey:
     """Of the rows that break no rule, duplicates of an id among them, whatever their order."""
     num_bytes: int
     """About what all images take in memory with their texts and carried columns."""
+    num_from_images: int = 0
+    """Good rows with an init image, duplicates of an id among them."""
+    num_cropped: int = 0
+    """Of them, those that are made smaller than the image, at the next size that the model can do."""
     is_planned: Bools | None = None
     """Per image: whether an earlier plan has it. None where there is none."""
 
@@ -139,6 +143,8 @@ class _Gathered:
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self.digest = np.zeros(2, np.uint64)
         self.num_bytes = 0
+        self.num_from_images = 0
+        self.num_cropped = 0
 
     def add(self, checked: Checked, grouper: Grouper, num_bytes: int) -> None:
         good = np.flatnonzero(checked.is_good)
@@ -148,8 +154,18 @@ class _Gathered:
         lengths = [self._lengths(column.take(good)) for column in texts] if self._lengths else None
         width, height = checked.width[good], checked.height[good]
         group, evaluations = grouper.assign(
-            width, height, checked.is_guided[good], checked.sampler[good], checked.steps[good], lengths
+            width,
+            height,
+            checked.is_guided[good],
+            checked.sampler[good],
+            checked.steps[good],
+            lengths=lengths,
+            skipped=checked.skipped[good],
         )
+        has_image = checked.skipped[good] >= 0
+        is_smaller = (checked.width < checked.asked_width) | (checked.height < checked.asked_height)
+        self.num_from_images += int(has_image.sum())
+        self.num_cropped += int((has_image & is_smaller[good]).sum())
         columns: dict[str, npt.NDArray[Any]] = {
             "high": who.ids.high[good],
             "low": who.ids.low[good],
@@ -163,7 +179,7 @@ class _Gathered:
         for name, values in columns.items():
             self._parts.setdefault(name, []).append(values)
         with np.errstate(over="ignore"):
-            self.digest += _digest_sum(checked, who, good)
+            self.digest += digest_sum(checked, who, good)
 
     def take(self, name: str, keep: Bools | None = None) -> npt.NDArray[Any]:
         values = np.concatenate(self._parts.pop(name))
@@ -189,7 +205,8 @@ def survey(
         if checked.bad:
             on_bad(checked.bad)
         is_good[first_row : first_row + batch.num_rows] = checked.is_good
-        gathered.add(checked, grouper, batch.nbytes)
+        kept = [name for name in batch.schema.names if name != "image"]  # Of a picture, a plan holds a line.
+        gathered.add(checked, grouper, batch.select(kept).nbytes)
         first_row += batch.num_rows
         on_progress(batch.num_rows)
     if not first_row:
@@ -197,7 +214,7 @@ def survey(
     ids = Digests(gathered.take("high"), gathered.take("low"))
     keep: Bools | None = None
     if "id" in manifest.schema.names:
-        keep = _refuse_duplicates(ids, is_good, manifest, on_bad)
+        keep = refuse_duplicates(ids, is_good, manifest, on_bad)
         ids = ids if keep is None else ids.take(np.flatnonzero(keep))
     else:
         ids = _numbered(ids)
@@ -212,48 +229,6 @@ def _numbered(ids: Digests) -> Digests:
         longer = joined(ids.take(again), number_digests(number[again]))
         ids.high[again], ids.low[again] = longer.high, longer.low
     return ids
-
-
-def _refuse_duplicates(
-    ids: Digests, is_good: Bools, manifest: Manifest, on_bad: Callable[[list[BadCell]], None]
-) -> Bools | None:
-    """Refuse every row whose id another row has too; which of them are good is returned, None for all."""
-    same_high = repeated(ids.high)
-    order = same_high[np.lexsort((same_high, ids.low[same_high], ids.high[same_high]))]
-    same = (ids.high[order][1:] == ids.high[order][:-1]) & (ids.low[order][1:] == ids.low[order][:-1])
-    if not same.any():
-        return None
-    is_twice = np.append(same, False) | np.append(False, same)
-    number = np.cumsum(np.append(True, ~same))[is_twice]
-    places, row_of = order[is_twice], np.flatnonzero(is_good)
-    first = np.searchsorted(number, number)
-    in_order = np.argsort(places)
-    for rows, names in _id_texts(manifest, row_of[places[in_order]]):
-        cells = []
-        for at, name in zip(in_order[rows].tolist(), names, strict=True):
-            some = slice(first[at], first[at] + 4)
-            others = row_of[places[some][(number[some] == number[at]) & (places[some] != places[at])]]
-            cells.append(BadCell(int(row_of[places[at]]), "id", repr(name), _duplicate(others.tolist())))
-        on_bad(cells)
-    is_good[row_of[places]] = False
-    keep = np.ones(len(ids), bool)
-    keep[places] = False
-    return keep
-
-
-def _duplicate(others: list[int]) -> str:
-    return f"must be unique; manifest row {', '.join(map(str, others[:3]))} has it too"
-
-
-def _id_texts(manifest: Manifest, rows: npt.NDArray[np.intp]) -> Iterator[tuple[slice, list[str]]]:
-    """The ids of some ascending rows, batch by batch: which of the rows, and their ids."""
-    first_row = 0
-    for batch in manifest.batches():
-        start, end = np.searchsorted(rows, [first_row, first_row + batch.num_rows]).tolist()
-        column = decoded(batch.column("id"))
-        if end > start:
-            yield slice(start, end), [str(column[int(row) - first_row].as_py()) for row in rows[start:end]]
-        first_row += batch.num_rows
 
 
 def _settled(
@@ -282,6 +257,8 @@ def _settled(
         num_repeated_noise=0,
         rows_digest=f"{gathered.digest[0]:016x}{gathered.digest[1]:016x}",
         num_bytes=gathered.num_bytes,
+        num_from_images=gathered.num_from_images,
+        num_cropped=gathered.num_cropped,
     )
     noise, has_seed = gathered.take("noise", keep), gathered.take("has_seed", keep)
     keys, is_derived = _noise_keys(settled, gathered.take("content", keep), noise, has_seed)
@@ -335,15 +312,3 @@ def _noise_keys(
             keys.append(noise_keys(content[images.row], drawn.seeds))
             derived.append(drawn.is_derived)
     return np.concatenate(keys), np.concatenate(derived)
-
-
-def _digest_sum(checked: Checked, who: Identified, good: npt.NDArray[np.intp]) -> U64:
-    """Sum over rows of a hash of all that is asked of each: the same for any order of the rows."""
-    total = joined(who.ids.take(good), number_digests(who.content[good].astype(np.uint64)))
-    if checked.id_texts is not None:
-        own = {name: column.take(good) for name, column in checked.columns.items() if name not in PARAMETERS}
-        total = joined(total, row_digests(own, len(good), {}))
-    for numbers in (checked.seed, checked.has_seed, checked.num_images, checked.asked_width, checked.asked_height):
-        total = joined(total, number_digests(numbers[good].astype(np.uint64)))
-    with np.errstate(over="ignore"):
-        return np.array([total.high.sum(dtype=np.uint64), total.low.sum(dtype=np.uint64)], np.uint64)

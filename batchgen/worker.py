@@ -182,7 +182,7 @@ class Worker:
             if suspicion.deaths:
                 self._close_former()  # Whatever kills this shard's owners must not take another one's rows along.
             index = place.reader.index
-            left = batches(table, index.groups, state.settled | index.gone(shard))
+            left = batches(table, index.groups, state.settled | index.gone(shard), place.reader.root)
             pending = list(_one_by_one(left) if suspicion.is_row_by_row else left)
             guilty = [self._given_up(pending.pop(0), suspicion.deaths)] if suspicion.is_first_row_guilty else []
             place.maker.prepare(pending)

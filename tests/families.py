@@ -397,10 +397,10 @@ def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
         own["guidance_scale"] = row.guidance_scale
     if row.negative_prompt is not None:
         own["negative_prompt"] = row.negative_prompt
-    return pipe(
+    call, begins = tiny.beginning(pipe, row)
+    return call(
         prompt=row.prompt,
-        width=row.width,
-        height=row.height,
+        **begins,
         num_inference_steps=row.steps,
         generator=torch.Generator("cpu").manual_seed(row.seed),
         output_type=output_type,

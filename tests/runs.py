@@ -27,7 +27,7 @@ from batchgen.__main__ import main
 from batchgen.children import Child
 from batchgen.metadata import parameters
 from batchgen.models.pattern import expected, read_pattern
-from batchgen.records import Row
+from batchgen.records import InitImage, Row
 from batchgen.writer import pixel_sha256
 
 ROOT = Path(__file__).parent.parent
@@ -245,7 +245,9 @@ def _members(part: Path) -> Iterator[tuple[str, bytes]]:
 
 def as_row(line: Mapping[str, Any]) -> Row:
     """The row that a line of metadata speaks of."""
-    return Row(index=0, **{name: line[name] for name in Row.__dataclass_fields__ if name != "index"})
+    own = {name: line[name] for name in Row.__dataclass_fields__ if name not in ("index", "init")}
+    init = InitImage(line["init_sha256"], "", line["init_image"]) if line["init_sha256"] else None
+    return Row(index=0, init=init, **own)
 
 
 def check_images(out: Path, *, is_pattern: bool = True) -> list[dict[str, Any]]:

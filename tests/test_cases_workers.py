@@ -52,10 +52,10 @@ def test_case_18_a_planner_that_comes_too_late(tmp_path: Path, monkeypatch: pyte
     own = plan.plan_rows
     others: list[runs.Ended] = []
 
-    def late(drafted: Any) -> Iterator[Any]:
+    def late(*told: Any) -> Iterator[Any]:
         monkeypatch.setattr(plan, "plan_rows", own)
         others.append(runs.start(source, out, *ONE_BY_ONE).wait())
-        return own(drafted)
+        return own(*told)
 
     monkeypatch.setattr(plan, "plan_rows", late)
     ended = runs.run(source, out, *ONE_BY_ONE)

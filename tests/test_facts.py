@@ -7,6 +7,8 @@ import inspect
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -14,9 +16,9 @@ import pytest
 import torch
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers, SchedulerMixin
 
-from batchgen.engine.samplers import NotAffineError, Samplers, probe, step_arguments
+from batchgen.engine.samplers import NotAffineError, Samplers, begin, probe, step_arguments
 from batchgen.errors import UsageError
-from batchgen.models import facts
+from batchgen.models import facts, unet_facts
 from tests import tiny
 
 WIDEST = ("x", "x1", "e", "e1", "e2", "e3", "z")
@@ -41,7 +43,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 def samplers(scheduler: dict[str, Any]) -> Samplers:
     """The samplers as a loaded pipeline has them: with what the pipeline corrects in its own scheduler."""
     pipe = tiny.demo.build(scheduler=scheduler)
-    found = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
+    found = unet_facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
     return Samplers(pipe.scheduler, found)
 
 
@@ -57,7 +59,7 @@ NEVER_AFFINE = {"DDIMScheduler", "PNDMScheduler", "HeunDiscreteScheduler"}
 
 def samplers_xl(scheduler: dict[str, Any]) -> Samplers:
     """As `samplers`; SDXL's pipeline corrects nothing."""
-    found = facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, scheduler, 77)
+    found = unet_facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, scheduler, 77)
     return Samplers(getattr(diffusers, scheduler["_class_name"]).from_config(scheduler), found)
 
 
@@ -186,12 +188,12 @@ def test_unknown_samplers_are_refused(wrong: str, hint: str) -> None:
 
 def test_a_folder_with_a_foreign_scheduler_is_refused() -> None:
     with pytest.raises(UsageError, match="FlowMatchEulerDiscreteScheduler"):
-        facts.stable_diffusion({}, {}, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, 77)
+        unet_facts.stable_diffusion({}, {}, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, 77)
 
 
 def test_facts_follow_the_folder() -> None:
     vae = {"block_out_channels": [1, 2, 3, 4]}
-    made = facts.stable_diffusion({"sample_size": [96, 64]}, vae, tiny.SD2_SCHEDULER, 77)
+    made = unet_facts.stable_diffusion({"sample_size": [96, 64]}, vae, tiny.SD2_SCHEDULER, 77)
     assert (made.height, made.width, made.size_multiple, made.sampler) == (768, 512, 8, "DDIMScheduler")
     assert [made.is_guided(scale) for scale in (-1.0, 0.0, 1.0, 1.01)] == [False, False, False, True]
     assert made.max_steps == 1000
@@ -199,8 +201,8 @@ def test_facts_follow_the_folder() -> None:
 
 def test_clipping_is_turned_off_by_one_pipeline_only() -> None:
     """A DDIM folder that says nothing of clipping: StableDiffusionPipeline corrects it, SDXL's does not."""
-    made = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, SCHEDULERS["bare ddim"], 77)
-    made_xl = facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, SCHEDULERS["bare ddim"], 77)
+    made = unet_facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, SCHEDULERS["bare ddim"], 77)
+    made_xl = unet_facts.stable_diffusion_xl(tiny.SDXL_UNET, tiny.SDXL_VAE, SCHEDULERS["bare ddim"], 77)
     assert made.sampler_facts("DDIMScheduler").form == "x,e"
     assert made_xl.sampler_facts("DDIMScheduler").form == facts.OWN_UPDATE
     assert made_xl.sampler_facts("ddim").form == "x,e"
@@ -227,3 +229,28 @@ def test_planning_needs_no_torch() -> None:
         "sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "known"),
+    [
+        (diffusers.StableDiffusionImg2ImgPipeline, facts.PATTERN),
+        (diffusers.StableDiffusionXLImg2ImgPipeline, facts.PATTERN),
+        (diffusers.FluxImg2ImgPipeline, replace(facts.PATTERN, makes_cut_step=True)),
+        (diffusers.StableDiffusion3Img2ImgPipeline, replace(facts.PATTERN, makes_cut_step=True)),
+    ],
+)
+def test_strength_leaves_the_steps_that_diffusers_leaves(pipeline: Any, known: facts.Facts) -> None:
+    for steps, hundredths in itertools.product((1, 2, 3, 7, 20, 28, 50, 999), range(1, 101)):
+        strength = hundredths / 100
+        scheduler = SimpleNamespace(timesteps=torch.arange(steps), order=1)
+        left = pipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")[0]
+        assert steps - int(known.skipped(steps, strength)) == len(left), (steps, strength)
+
+
+@pytest.mark.parametrize("name", ["euler", "heun", "pndm", "dpmpp_2m_karras", "KDPM2DiscreteScheduler"])
+def test_evaluations_after_skipped_steps(name: str) -> None:
+    made = samplers(tiny.SD1_SCHEDULER)
+    for steps, skipped in ((1, 0), (5, 0), (5, 2), (9, 8)):
+        found = begin(made.scheduler(name, steps), skipped)
+        assert made._facts.sampler_facts(name).evaluations_after(steps, skipped) == len(found)

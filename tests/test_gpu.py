@@ -332,3 +332,15 @@ def test_auto_times_the_kernels_and_settles_a_choice() -> None:
     assert choice["attention"] in ("flash", "cudnn")
     assert choice["modes"][str(Bucket(group, 3))] != "eager"
     assert any("attention kernels" in line for line in said)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "regional+graph"])
+@pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+def test_rows_from_an_image_take_turns(kind: str, mode: str) -> None:
+    """Three rows in two lanes, two of which begin from a picture; in float32, against diffusers on the device."""
+    made, asked = engine_in(mode, kind, "float32"), rows("euler_ancestral")
+    begun = [dataclasses.replace(row, init=tiny.init_image(i), strength=0.6) for i, row in enumerate(asked[:2])]
+    latents = tiny.denoise(made, [*begun, asked[2]], 2)
+    for row, found in zip([*begun, asked[2]], latents, strict=True):
+        wanted = tiny.reference(pipeline(kind, "float32"), row, made.facts)[0]
+        assert tiny.difference(found, wanted) < (1e-4 if "regional" not in mode else 1e-2)

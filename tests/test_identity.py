@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen import identity, manifest, survey
-from batchgen.checks import Rules, identify
+from batchgen.checks import Rules
 from batchgen.columns import is_given, is_text, plain, retyped
 from batchgen.errors import UsageError
+from batchgen.identified import identify
 from batchgen.identity import (
     Digests,
     Redrawn,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import socket
@@ -77,7 +78,35 @@ def test_pictures_are_not_carried(tmp_path: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,caption\n0.png,none\n1.png,one\n")
     done = import_rows(str(folder), tmp_path / "o.parquet", columns={"prompt": "caption"})
     assert pq.read_table(tmp_path / "o.parquet").to_pylist() == [{"prompt": "none"}, {"prompt": "one"}]
-    assert done.notes == ("pictures, sound and other media are not carried: image",)
+    told = "pictures, sound and other media are not carried: image"
+    assert done.notes == (f"{told}; --column image=image takes one in, for rows to begin from",)
+
+
+@pytest.mark.parametrize("kind", ["folder", "saved"])
+def test_pictures_that_rows_begin_from(tmp_path: Path, kind: str) -> None:
+    """Those of an image folder by their paths, those of a saved set by their bytes; a run takes either."""
+    source = tmp_path / "pictures"
+    source.mkdir()
+    for number in range(3):
+        Picture.fromarray(np.full((64, 72, 3), 50 * number, np.uint8)).save(source / f"{number}.png")
+    (source / "metadata.csv").write_text("file_name,caption\n0.png,none\n1.png,one\n2.png,two\n")
+    if kind == "saved":
+        read = datasets.load_dataset(str(source))["train"]
+        content = [{"bytes": (source / f"{number}.png").read_bytes(), "path": None} for number in range(3)]
+        read = read.remove_columns("image").add_column("photo", content).cast_column("photo", datasets.Image())
+        source = tmp_path / "saved"
+        read.save_to_disk(source)
+    name = "photo" if kind == "saved" else "image"
+    out = tmp_path / "o.parquet"
+    done = import_rows(str(source), out, columns={"prompt": "caption", "image": name})
+    assert done.notes == ()
+    assert runs.run(out, tmp_path / "out").code == 0
+    lines = runs.check_images(tmp_path / "out")
+    assert [(line["prompt"], line["width"], line["height"]) for line in lines] == [
+        (name, 72, 64) for name in ("none", "one", "two")
+    ]
+    wanted = [hashlib.sha256((tmp_path / "pictures" / f"{n}.png").read_bytes()).hexdigest() for n in range(3)]
+    assert [line["init_sha256"] for line in lines] == wanted
 
 
 @pytest.mark.parametrize(

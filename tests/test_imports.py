@@ -46,11 +46,14 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
+    pictures models.unet_facts
     models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
     models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
+    init_images strengths sizes
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 models.varying checks planner spill encoders formats parts card sources.cells axes expansion
+    models.flux2 models.varying checks identified duplicates planner spill encoders formats parts card sources.cells
+    axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     models.chroma models.qwen_image models.z_image survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room

@@ -19,6 +19,7 @@ from batchgen.errors import UsageError
 from batchgen.infotext import infotext
 from batchgen.metadata import parameters
 from batchgen.models.pattern import paint
+from batchgen.records import InitImage
 from tests import runs
 from tests.shards import AWKWARD_TEXTS, SEEDS, make_row
 
@@ -64,6 +65,11 @@ def test_the_form_is_as_the_web_ui_writes_it() -> None:
 def test_a_distilled_guidance_has_its_own_name() -> None:
     found = read(infotext(parameters(make_row(guidance_scale=3.5, true_cfg_scale=1.0), "flux")))
     assert (found["CFG scale"], found["Distilled CFG Scale"]) == ("1", "3.5")
+
+
+def test_strength_has_the_web_uis_name() -> None:
+    row = make_row(init=InitImage("0" * 64, "/pictures/a.png", "a.png"), strength=0.75)
+    assert read(infotext(parameters(row, "sd")))["Denoising strength"] == "0.75"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

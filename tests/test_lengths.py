@@ -59,7 +59,7 @@ def test_rows_are_grouped_by_both_lengths_and_by_none_that_has_no_effect() -> No
     is_guided, num = np.array([True, True, False, False, True]), 5
     found, _ = grouper.assign(
         np.full(num, 32_768), np.full(num, 2_048), is_guided, np.zeros(num, np.int32), np.full(num, 4),
-        (prompts, negatives),
+        lengths=(prompts, negatives),
     )  # fmt: skip
     groups = [grouper.groups[number] for number in found]
     assert [(one.text_length, one.negative_length) for one in groups] == [

@@ -73,6 +73,20 @@ def test_every_other_scheduler_of_the_list(sampler: str) -> None:
     assert worst("sd1", mixed(sampler, True, (4, 4, 4, 4))[:2]) < TOLERANCE
 
 
+@pytest.mark.parametrize("sampler", [*AFFINE, *OWN, *OTHERS])
+def test_every_sampler_from_an_image(sampler: str) -> None:
+    """Rows of several strengths; those of a scheduler that steps the batch itself have one, of one step count."""
+    name = tiny.engine("sd2").facts.sampler if sampler == "own" else sampler
+    is_own = tiny.engine("sd2").facts.sampler_facts(name).form == facts.OWN_UPDATE
+    rows = mixed(name, True, (4, 4, 4, 4) if is_own else (4, 3, 3, 3))[:2]
+    strengths = (0.8, 0.8) if is_own else (0.5, 1.0)
+    begun = [
+        dataclasses.replace(row, init=tiny.init_image(i), strength=strength)
+        for i, (row, strength) in enumerate(zip(rows, strengths, strict=True))
+    ]
+    assert worst("sd2", begun) < TOLERANCE
+
+
 def test_the_lists_above_name_every_scheduler() -> None:
     affine = {cls for cls, _ in facts.SAMPLERS.values()}
     assert affine | {*OWN, *OTHERS, "LMSDiscreteScheduler"} == set(facts.SCHEDULERS)

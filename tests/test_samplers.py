@@ -11,13 +11,13 @@ import torch
 
 from batchgen.engine.samplers import NotAffineError, Samplers, probe, update
 from batchgen.errors import UsageError
-from batchgen.models import facts
+from batchgen.models import unet_facts
 from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def samplers() -> Samplers:
-    found = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, tiny.SD1_SCHEDULER, 77)
+    found = unet_facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, tiny.SD1_SCHEDULER, 77)
     return Samplers(diffusers.PNDMScheduler.from_config(tiny.SD1_SCHEDULER), found)
 
 
@@ -111,7 +111,7 @@ def test_noise_in_a_dtype_of_its_own_is_refused() -> None:
 
 def test_a_scheduler_that_diffusers_cannot_make_is_a_usage_error() -> None:
     scheduler = {"_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "sde-dpmsolver++"}
-    found = facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
+    found = unet_facts.stable_diffusion(tiny.demo.UNET, tiny.demo.VAE, scheduler, 77)
     samplers = Samplers(diffusers.DPMSolverMultistepScheduler.from_config(scheduler), found)
     with pytest.raises(UsageError, match="'DEISMultistepScheduler' cannot be made"):
         samplers.scheduler("DEISMultistepScheduler", 5)

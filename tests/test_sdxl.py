@@ -16,7 +16,7 @@ import torch
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Model
-from batchgen.models import facts
+from batchgen.models import unet_facts
 from batchgen.models.folder import facts_of
 from batchgen.records import Image, Pixels, Row
 from tests import runs, tiny
@@ -239,5 +239,6 @@ def test_facts_of_a_folder() -> None:
     found = facts_of(Model(path=str(tiny.folder("sdxl"))))
     assert (found.family, found.sampler, found.text_length) == ("stable-diffusion-xl", "EulerDiscreteScheduler", 77)
     assert json.loads((tiny.folder("sdxl") / "vae/config.json").read_text())["force_upcast"] is True
-    base = facts.stable_diffusion_xl({"sample_size": 128}, {"block_out_channels": [1] * 4}, tiny.SDXL_SCHEDULER, 77)
+    vae = {"block_out_channels": [1] * 4}
+    base = unet_facts.stable_diffusion_xl({"sample_size": 128}, vae, tiny.SDXL_SCHEDULER, 77)
     assert (base.width, base.height, base.size_multiple, base.steps, base.guidance_scale) == (1024, 1024, 8, 50, 5.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import inspect
 import json
 import tempfile
 from collections.abc import Sequence
@@ -14,12 +16,14 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from PIL import Image as Picture
 
 from batchgen.engine.engine import Engine
 from batchgen.job import Job, load_job
 from batchgen.models import demo
 from batchgen.models.facts import OWN_UPDATE, Facts
-from batchgen.records import Batch, Group, Row
+from batchgen.pictures import read_all
+from batchgen.records import Batch, Group, InitImage, Pixels, Row
 
 torch.set_num_threads(1)
 diffusers.utils.logging.set_verbosity_error()
@@ -196,7 +200,9 @@ def batch(rows: Sequence[Row], facts: Facts, size: int | None = None, lengths: t
     """The batch as a planner would key it; `lengths` are those of its texts, where they follow the prompts."""
     first = rows[0]
     form = facts.sampler_facts(first.sampler).form
-    own = {"sampler": first.sampler, "steps": first.steps} if form == OWN_UPDATE else {}
+    own: dict[str, Any] = {}
+    if form == OWN_UPDATE:
+        own = {"sampler": first.sampler, "steps": first.steps, "skipped": facts.skips(first)}
     is_guided = facts.guides(first)
     text, negative = lengths or (facts.text_length, None)
     group = Group(first.width, first.height, is_guided, text, form, **own, negative_length=negative)
@@ -209,7 +215,12 @@ def never() -> bool:
 
 def denoise(made: Engine, rows: Sequence[Row], size: int | None = None) -> torch.Tensor:
     asked = batch(rows, made.facts, size)
-    return made.denoise(asked, made.conditioning(asked), never)[0]
+    return made.denoise(asked, made.conditioning(asked), never, pictures_of(rows))[0]
+
+
+def pictures_of(rows: Sequence[Row]) -> dict[int, Pixels]:
+    """The rows' init images, all of which are good."""
+    return {index: one for index, one in read_all(rows).items() if isinstance(one, np.ndarray)}
 
 
 def reference(pipe: Any, row: Row, facts: Facts, output_type: str = "latent") -> Any:
@@ -219,16 +230,42 @@ def reference(pipe: Any, row: Row, facts: Facts, output_type: str = "latent") ->
         pipe.scheduler = copy.deepcopy(own)
     else:
         pipe.scheduler = getattr(diffusers, sampler.scheduler).from_config(own.config, **sampler.options)
-    return pipe(
+    call, begins = beginning(pipe, row)
+    return call(
         prompt=row.prompt,
         negative_prompt=row.negative_prompt,
-        width=row.width,
-        height=row.height,
+        **begins,
         num_inference_steps=row.steps,
         guidance_scale=row.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(row.seed),
         output_type=output_type,
     ).images
+
+
+@functools.cache
+def init_image(number: int, width: int = 80, height: int = 56, suffix: str = ".png") -> InitImage:
+    """A picture with edges, colours and noise of its own, in a file."""
+    random = np.random.default_rng(number)
+    pixels = np.zeros((height, width, 3), np.uint8)
+    for top, left in random.integers(0, min(width, height) - 8, (12, 2)):
+        pixels[top : top + 24, left : left + 24] = random.integers(0, 256, 3)
+    path = place() / f"init-{number}-{width}x{height}{suffix}"
+    Picture.fromarray(pixels | random.integers(0, 16, pixels.shape, np.uint8)).save(path)
+    return InitImage(hashlib.sha256(path.read_bytes()).hexdigest(), str(path), path.name)
+
+
+def beginning(pipe: Any, row: Row) -> tuple[Any, dict[str, Any]]:
+    """diffusers' pipeline that a row is for, and what it is told of the row's size and init image: the pipelines from
+    an image of Stable Diffusion and SDXL make it in its own size, and are given it in the row's."""
+    size = {"width": row.width, "height": row.height}
+    if row.init is None:
+        return pipe, size
+    made = diffusers.AutoPipelineForImage2Image.from_pipe(pipe)
+    made.set_progress_bar_config(disable=True)
+    picture = diffusers.utils.load_image(row.init.file)
+    if "width" not in inspect.signature(made.__call__).parameters:
+        picture, size = made.image_processor.resize(picture, row.height, row.width), {}
+    return made, {"image": picture, "strength": row.strength, **size}
 
 
 def difference(left: torch.Tensor, right: torch.Tensor) -> float:

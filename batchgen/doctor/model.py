@@ -50,7 +50,7 @@ def known(job: Job) -> tuple[Facts | None, Finding]:
 
 def columns(facts: Facts) -> Finding:
     """The manifest's columns that change an image."""
-    refused = {"negative_prompt", "guidance_scale", "true_cfg_scale"} - set(facts.columns)
+    refused = {"negative_prompt", "guidance_scale", "true_cfg_scale", "image"} - set(facts.columns)
     without = f"; no {', no '.join(sorted(refused))}" if refused else ""
     usual = f"{facts.width}×{facts.height}, {facts.steps} steps"
     return Finding("columns", "ok", f"{', '.join(facts.columns)}{without}; where nothing is said: {usual}")

@@ -7,19 +7,31 @@ until another takes its lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from batchgen.engine.samplers import Scheduler, Table, noise_scale, scaled_input, step_arguments, update
+from batchgen.engine.samplers import (
+    Scheduler,
+    Table,
+    begin,
+    noise_scale,
+    noised,
+    scaled_input,
+    step_arguments,
+    update,
+)
 from batchgen.generator import Dropped
 from batchgen.models.family import Conditioning, Family, Network
 from batchgen.models.transfer import to_device
-from batchgen.records import Row
+from batchgen.records import Pixels, Row
 
 _EARLIER = ("e1", "e2", "e3")
+Pictures = Mapping[int, Pixels]
+"""The init images of a batch's rows that have one, by `Row.index`, each in its row's size."""
+NO_PICTURES: Pictures = {}
 
 
 @dataclass(slots=True)
@@ -59,18 +71,24 @@ class Lanes:
             mine[lane].copy_(theirs[0])
 
 
-def load_lanes(model: Family, rows: Sequence[Row], tables: Sequence[Table], room: int = 0) -> Lanes:
-    """Draw the rows' noise and lay their tables side by side; nothing is remembered from another batch.
+def load_lanes(
+    model: Family, rows: Sequence[Row], tables: Sequence[Table], room: int = 0, pictures: Pictures = NO_PICTURES
+) -> Lanes:
+    """Draw the rows' noise, encode their init images and lay their tables side by side; nothing is remembered from
+    another batch.
 
     n is the most evaluations of any row, or `room` if that is more.
     """
     form = tables[0].form
     assert all(table.form == form for table in tables)
     n = max(room, *(table.num_evaluations for table in tables))
-    drawn = [_draw(model, row, table) for row, table in zip(rows, tables, strict=True)]
-    first = torch.cat([noise * table.init_scale for (noise, _), table in zip(drawn, tables, strict=True)])
+    drawn = [_draw(model, row, table, pictures.get(row.index)) for row, table in zip(rows, tables, strict=True)]
+    first = torch.cat([one.first * table.init_scale for one, table in zip(drawn, tables, strict=True)])
     device = model.device
     latents = to_device(first, device)
+    for lane, (one, table) in enumerate(zip(drawn, tables, strict=True)):
+        if one.image is not None:
+            latents[lane] += one.image[0] * table.image_scale
     num_earlier = sum(name in form for name in _EARLIER)
 
     def beside(columns: Sequence[Tensor]) -> Tensor:
@@ -81,7 +99,7 @@ def load_lanes(model: Family, rows: Sequence[Row], tables: Sequence[Table], room
         latents=latents,
         previous=torch.zeros_like(latents) if "x1" in form else None,
         earlier=latents.new_zeros((len(rows), num_earlier, *latents.shape[1:])),
-        noise=to_device(torch.stack([_lengthen(later, n if "z" in form else 0) for _, later in drawn]), device),
+        noise=to_device(torch.stack([_lengthen(one.later, n if "z" in form else 0) for one in drawn]), device),
         position=torch.zeros(len(rows), dtype=torch.int64, device=device),
         evaluations=to_device(torch.tensor([table.num_evaluations for table in tables]), device),
         timesteps=beside([table.timesteps for table in tables]),
@@ -91,14 +109,26 @@ def load_lanes(model: Family, rows: Sequence[Row], tables: Sequence[Table], room
     )
 
 
-def _draw(model: Family, row: Row, table: Table) -> tuple[Tensor, Tensor]:
-    """A row's first noise `[1, C, h, w]` and step noise `[n, C, h, w]`, drawn in diffusers' order."""
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What a row's generator gives, in diffusers' order."""
+
+    image: Tensor | None
+    """`[1, C, h, w]`, on the device; None without an init image."""
+    first: Tensor
+    """Noise `[1, C, h, w]`."""
+    later: Tensor
+    """Step noise `[n, C, h, w]`."""
+
+
+def _draw(model: Family, row: Row, table: Table, picture: Pixels | None) -> _Drawn:
     generator = torch.Generator("cpu").manual_seed(row.seed)
+    image = None if picture is None else model.encode_image(picture, generator)
     first = model.noise(row, generator)
     later = first.new_zeros((table.num_evaluations if "z" in table.form else 0, *first.shape[1:]))
     for i in table.draws.nonzero().flatten().tolist():
         later[i] = model.noise(row, generator)[0]
-    return first, later
+    return _Drawn(image, first, later)
 
 
 def _lengthen(column: Tensor, n: int) -> Tensor:
@@ -140,14 +170,19 @@ def denoise_own(
     scheduler: Scheduler,
     conditioning: Conditioning,
     should_drop: Callable[[], bool],
+    pictures: Pictures = NO_PICTURES,
+    skipped: int | None = None,
 ) -> Tensor:
     """Final latents `[B, C, h, w]` under a scheduler that is no table: it steps the batch itself, with a generator for
-    each row. Raises Dropped."""
+    each row. All rows have an init image, which stands for `skipped` steps, or none has. Raises Dropped."""
     generators = [torch.Generator("cpu").manual_seed(row.seed) for row in rows]
-    noise = [model.noise(row, generator) for row, generator in zip(rows, generators, strict=True)]
-    latents: Tensor = to_device(torch.cat(noise), model.device) * noise_scale(scheduler)
+    owned = list(zip(rows, generators, strict=True))
+    images = [] if skipped is None else [model.encode_image(pictures[row.index], one) for row, one in owned]
+    noise = to_device(torch.cat([model.noise(row, one) for row, one in owned]), model.device)
+    timesteps = begin(scheduler, skipped)
+    latents = noised(scheduler, torch.cat(images), noise, timesteps) if images else noise * noise_scale(scheduler)
     arguments = step_arguments(scheduler, generators)
-    for timestep in scheduler.timesteps:
+    for timestep in timesteps:
         if should_drop():
             raise Dropped
         scaled = scaled_input(scheduler, latents, timestep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of, order_by_channels
 from batchgen.engine.decode import Decoder, Decoding, Fault
-from batchgen.engine.denoise import denoise_own
+from batchgen.engine.denoise import NO_PICTURES, Pictures, denoise_own
 from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
@@ -30,6 +31,7 @@ from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
+from batchgen.pictures import read_all
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
 
 FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
@@ -77,24 +79,37 @@ class Engine:
             with_room("encoding texts", lambda: self._prompts.prepare(texts, should_drop), self.free)
 
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
-        """Queue a batch on the device. A row that is no picture fails alone. As Generator.submit; DeviceLost is any
-        CUDA error but lack of memory, after which the context is unusable."""
+        """Queue a batch on the device. A row whose init image is bad, or that is no picture, fails alone. As
+        Generator.submit; DeviceLost is any CUDA error but lack of memory, after which the context is unusable."""
+        read = read_all(batch.rows)
+        failures = {index: one for index, one in read.items() if isinstance(one, Failure)}
+        pictures = {index: one for index, one in read.items() if not isinstance(one, Failure)}
+        good = tuple(row for row in batch.rows if row.index not in failures)
+        pending = self._queue(replace(batch, rows=good), pictures, should_drop) if good else list
+
+        def outcomes() -> list[Outcome]:
+            made: dict[int, Outcome] = {one.row.index: one for one in pending()}
+            return [made.get(row.index) or failures[row.index] for row in batch.rows]
+
+        return outcomes
+
+    def _queue(self, batch: Batch, pictures: Pictures, should_drop: Callable[[], bool]) -> Pending:
         try:
             with errors_named(self.versions["device"]):
-                return self._submit(batch, should_drop)
+                return self._submit(batch, pictures, should_drop)
         except OutOfMemory:
             if not self.free():
                 raise
         with errors_named(self.versions["device"]):
-            return self._submit(batch, should_drop)
+            return self._submit(batch, pictures, should_drop)
 
     @torch.inference_mode()
-    def _submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
+    def _submit(self, batch: Batch, pictures: Pictures, should_drop: Callable[[], bool]) -> Pending:
         started, is_first = time.perf_counter(), not self._tuning.is_settled
         num_captures, watch = len(self.steps.captures), self._meter.watch()
         conditioning = self.conditioning(batch)
         watch.pass_stage()
-        latents, mode = self.denoise(batch, conditioning, should_drop)
+        latents, mode = self.denoise(batch, conditioning, should_drop, pictures)
         watch.pass_stage()
         decoding = self._decode(Bucket(batch.group, batch.size), latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
@@ -151,12 +166,23 @@ class Engine:
         return self.model.conditioning(rows, is_guided, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
-        """Each row's sampler at its step count and size."""
+        """Each row's sampler at its step count, size and strength."""
         schedule = self.model.schedule
-        return [self.samplers.table(row.sampler, row.steps, schedule(row.width, row.height, row.steps)) for row in rows]
+        return [
+            self.samplers.table(
+                row.sampler, row.steps, schedule(row.width, row.height, row.steps), self.facts.skips(row)
+            )
+            for row in rows
+        ]
 
     @torch.inference_mode()
-    def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
+    def denoise(
+        self,
+        batch: Batch,
+        conditioning: Conditioning,
+        should_drop: Callable[[], bool],
+        pictures: Pictures = NO_PICTURES,
+    ) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
         lanes take turns in them."""
         rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
@@ -169,10 +195,11 @@ class Engine:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
                 schedule = self.model.schedule(batch.group.width, batch.group.height, batch.group.steps)
                 scheduler = self.samplers.scheduler(batch.group.sampler, batch.group.steps, self.device, schedule)
-                latents, mode = denoise_own(self.model, rows, scheduler, conditioning, should_drop), "eager"
+                skipped, mode = batch.group.skipped, "eager"
+                latents = denoise_own(self.model, rows, scheduler, conditioning, should_drop, pictures, skipped)
             else:
                 mode = self._tuning.mode(bucket)
-                latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop)
+                latents, mode = self.steps.run(bucket, mode, rows, tables, conditioning, should_drop, pictures)
         return latents[: len(batch.rows)], mode
 
     def _decode(self, bucket: Bucket, latents: Tensor, *, is_captured: bool) -> Decoding:

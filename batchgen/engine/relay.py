@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchgen.engine.denoise import Lanes, load_lanes
+from batchgen.engine.denoise import NO_PICTURES, Lanes, Pictures, load_lanes
 from batchgen.engine.samplers import Table
 from batchgen.models.family import Conditioning, Family
 from batchgen.records import Row
@@ -15,15 +15,22 @@ from batchgen.schedule import turns
 
 
 class Relay:
-    """The rows of one batch, at least as many as it has lanes. A row's noise is drawn when its turn comes, so that the
-    device holds step noise for no more rows than lanes."""
+    """The rows of one batch, at least as many as it has lanes. A row's noise is drawn, and its init image encoded, when
+    its turn comes, so that the device holds step noise for no more rows than lanes."""
 
     def __init__(
-        self, model: Family, rows: Sequence[Row], tables: Sequence[Table], conditioning: Conditioning, lanes: int
+        self,
+        model: Family,
+        rows: Sequence[Row],
+        tables: Sequence[Table],
+        conditioning: Conditioning,
+        lanes: int,
+        pictures: Pictures = NO_PICTURES,
     ) -> None:
         self._model = model
         self._rows = rows
         self._tables = tables
+        self._pictures = pictures
         self._conditioning = conditioning
         """Of all rows."""
         found = turns([table.num_evaluations for table in tables], lanes)
@@ -62,5 +69,9 @@ class Relay:
 
     def _loaded(self, rows: Sequence[int], room: int) -> Lanes:
         return load_lanes(
-            self._model, [self._rows[row] for row in rows], [self._tables[row] for row in rows], max(room, self.longest)
+            self._model,
+            [self._rows[row] for row in rows],
+            [self._tables[row] for row in rows],
+            max(room, self.longest),
+            self._pictures,
         )

@@ -54,6 +54,8 @@ class Table:
     """`[n]` bool: whether evaluation i draws noise from the row's generator."""
     init_scale: float
     """The first latents are unit noise times this."""
+    image_scale: float = 0.0
+    """And the latents of the row's init image, if it has one, times this."""
 
     @property
     def num_evaluations(self) -> int:
@@ -67,7 +69,7 @@ class Samplers:
         self._own = own
         self._facts = facts
         self._templates: dict[str, Scheduler] = {}
-        self._tables: dict[tuple[str, int, Schedule], Table] = {}
+        self._tables: dict[tuple[str, int, Schedule, int | None], Table] = {}
 
     def scheduler(
         self, name: str, steps: int, device: torch.device | str = "cpu", schedule: Schedule = UNSHIFTED
@@ -79,12 +81,13 @@ class Samplers:
         schedule.set(scheduler, steps, device)
         return scheduler
 
-    def table(self, name: str, steps: int, schedule: Schedule = UNSHIFTED) -> Table:
-        """The sampler's table. Raises NotAffineError where `models/facts.py` is wrong about it."""
-        key = (name, steps, schedule)
+    def table(self, name: str, steps: int, schedule: Schedule = UNSHIFTED, skipped: int | None = None) -> Table:
+        """The sampler's table, from noise alone or from an init image that stands for the first steps. Raises
+        NotAffineError where `models/facts.py` is wrong about it."""
+        key = (name, steps, schedule, skipped)
         if key not in self._tables:
             form = tuple(self._facts.sampler_facts(name).form.split(","))
-            self._tables[key] = probe(lambda: self.scheduler(name, steps, schedule=schedule), form)
+            self._tables[key] = probe(lambda: self.scheduler(name, steps, schedule=schedule), form, skipped)
         return self._tables[key]
 
     def _build(self, name: str) -> Scheduler:
@@ -110,6 +113,28 @@ def noise_scale(scheduler: Scheduler) -> float:
     return float(getattr(scheduler, "init_noise_sigma", 1.0))
 
 
+def begin(scheduler: Scheduler, skipped: int | None) -> Tensor:
+    """The timesteps that are left where an init image stands for the first steps, of which the scheduler is told as
+    diffusers' image-to-image pipelines tell it; all of them from noise alone."""
+    timesteps: Tensor = scheduler.timesteps
+    if skipped is None:
+        return timesteps
+    first = skipped * scheduler.order
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first)
+    return timesteps[first:]
+
+
+def noised(scheduler: Scheduler, image: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+    """An init image's latents `[B, C, h, w]` with as much noise as the first of the timesteps has."""
+    first = timesteps[:1].expand(len(image))
+    if hasattr(scheduler, "add_noise"):
+        made: Tensor = scheduler.add_noise(image, noise, first)
+    else:
+        made = scheduler.scale_noise(image, first, noise)
+    return made
+
+
 def scaled_input(scheduler: Scheduler, latents: Tensor, timestep: Tensor) -> Tensor:
     """The latents as the network sees them; in flow matching as they are."""
     if not hasattr(scheduler, "scale_model_input"):
@@ -124,10 +149,10 @@ def update(coefficients: Tensor, terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(products)).sum(0)
 
 
-def probe(fresh: Callable[[], Scheduler], form: tuple[str, ...]) -> Table:
+def probe(fresh: Callable[[], Scheduler], form: tuple[str, ...], skipped: int | None = None) -> Table:
     """The table of the scheduler that `fresh` makes. Raises NotAffineError if the form does not hold it."""
-    table = _read(fresh(), form)
-    _check(fresh(), table)
+    table = _read(fresh(), form, skipped)
+    _check(fresh(), table, skipped)
     return table
 
 
@@ -142,30 +167,36 @@ class _Evaluation:
     input_scale: float
 
 
-def _read(scheduler: Scheduler, form: tuple[str, ...]) -> Table:
-    evaluations = _evaluate_units(scheduler)
+def _read(scheduler: Scheduler, form: tuple[str, ...], skipped: int | None) -> Table:
+    timesteps = begin(scheduler, skipped)
+    one, nothing = torch.ones((1, 1, 1, 1), dtype=torch.float64), torch.zeros((1, 1, 1, 1), dtype=torch.float64)
+    is_begun = skipped is not None
+    init_scale = float(noised(scheduler, nothing, one, timesteps)) if is_begun else noise_scale(scheduler)
+    image_scale = float(noised(scheduler, one, nothing, timesteps)) if is_begun else 0.0
+    evaluations = _evaluate_units(scheduler, timesteps)
     kept = sorted({j for i, e in enumerate(evaluations) for j in _used(e.over_predictions) if j < i})
     rows = [_row(i, evaluation, kept, form) for i, evaluation in enumerate(evaluations)]
     return Table(
         form=form,
-        timesteps=scheduler.timesteps.to(torch.float32),
+        timesteps=timesteps.to(torch.float32),
         input_scale=torch.tensor([evaluation.input_scale for evaluation in evaluations]),
         coefficients=torch.tensor(rows, dtype=torch.float32),
         keeps=torch.tensor([i in kept for i in range(len(evaluations))]),
         draws=torch.tensor([evaluation.draws_noise for evaluation in evaluations]),
-        init_scale=noise_scale(scheduler),
+        init_scale=init_scale,
+        image_scale=image_scale,
     )
 
 
-def _evaluate_units(scheduler: Scheduler) -> list[_Evaluation]:
-    """Step through the schedule with x_i = unit vector i and e_i = unit vector n + i, in float64."""
-    n = len(scheduler.timesteps)
+def _evaluate_units(scheduler: Scheduler, timesteps: Tensor) -> list[_Evaluation]:
+    """Step through the timesteps with x_i = unit vector i and e_i = unit vector n + i, in float64."""
+    n = len(timesteps)
     size = 2 * n + _RESERVED
     generator = torch.Generator("cpu").manual_seed(0)
     arguments = step_arguments(scheduler, generator)
     units = torch.eye(size, dtype=torch.float64).view(size, 1, size, 1, 1)
     evaluations = []
-    for i, timestep in enumerate(scheduler.timesteps):
+    for i, timestep in enumerate(timesteps):
         latents, prediction = units[i], units[n + i]
         input_scale = float(scaled_input(scheduler, latents, timestep)[0, i])
         before = generator.get_state()
@@ -211,7 +242,7 @@ def _row(i: int, evaluation: _Evaluation, kept: list[int], form: tuple[str, ...]
     return [values.get(name, 0.0) for name in form]
 
 
-def _check(scheduler: Scheduler, table: Table) -> None:
+def _check(scheduler: Scheduler, table: Table, skipped: int | None) -> None:
     """Compare table and scheduler on random latents and predictions, float32, relative 1e-5."""
     shape = (1, 4, 4, 4)
     random = torch.Generator("cpu").manual_seed(1)
@@ -219,7 +250,7 @@ def _check(scheduler: Scheduler, table: Table) -> None:
     arguments = step_arguments(scheduler, own)
     zeros = torch.zeros(shape)
     previous, predictions = zeros, [zeros] * 3
-    for i, timestep in enumerate(scheduler.timesteps):
+    for i, timestep in enumerate(begin(scheduler, skipped)):
         latents, prediction, noise = (
             torch.randn(shape, generator=random),
             torch.randn(shape, generator=random),

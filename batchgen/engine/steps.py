@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.checking import check
 from batchgen.engine.compiling import Compiler, doing, mode_of
-from batchgen.engine.denoise import Lanes, step
+from batchgen.engine.denoise import NO_PICTURES, Lanes, Pictures, step
 from batchgen.engine.devices import is_alive, is_memory
 from batchgen.engine.graphs import GraphPool, Static, reserved_bytes
 from batchgen.engine.relay import Relay
@@ -93,10 +93,11 @@ class Steps:
         tables: Sequence[Table],
         conditioning: Conditioning,
         should_drop: Callable[[], bool],
+        pictures: Pictures = NO_PICTURES,
     ) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of R rows, at least as many as the bucket has lanes, queued; and the mode that
         ran. Raises Dropped."""
-        relay = Relay(self._model, rows, tables, conditioning, bucket.size)
+        relay = Relay(self._model, rows, tables, conditioning, bucket.size, pictures)
         ready = self._made_ready(bucket, mode, relay)
         relay.tell(self._told(ready.mode, conditioning))
         lanes, told = relay.first(ready.room)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,6 +42,12 @@ class SamplerFacts:
     """Whether the scheduler makes a step count, of those up to the model's most."""
     needs: str = ""
     """A Python package that the scheduler imports beside diffusers' own."""
+    order: int = 1
+    """Timesteps that diffusers counts for one step where an init image stands for the first ones."""
+
+    def evaluations_after(self, steps: int, skipped: int) -> int:
+        """Model evaluations for a step count of which the first ones are skipped."""
+        return self.evaluations(steps) - self.order * skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,10 @@ class Facts:
     """The component that counts them."""
     lengths: Lengths | None = None
     """Where the text's length follows the prompt."""
+    strength: float | None = None
+    """The default of that column for a row with an init image; None where the family takes no init image."""
+    makes_cut_step: bool = False
+    """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""
@@ -106,12 +116,29 @@ class Facts:
         return self.true_cfg_scale is not None
 
     @property
+    def takes_image(self) -> bool:
+        """Whether a row may begin from an init image."""
+        return self.strength is not None
+
+    def skipped(self, steps: Any, strength: Any) -> Any:
+        """How many of a row's steps its init image stands for, as diffusers' image-to-image pipeline of the family
+        counts them; of numbers, or of arrays of them."""
+        made = steps * np.minimum(strength, 1.0)
+        whole = np.floor(steps - made) if self.makes_cut_step else steps - np.floor(made)
+        return whole.astype(np.int64)
+
+    def skips(self, row: Row) -> int | None:
+        """`skipped` of one row; None without an init image."""
+        return None if row.init is None else int(self.skipped(row.steps, row.strength))
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns that change an image."""
         negative = ("negative_prompt",) if self.guided_above is not None and self.takes_negative else ()
         guidance = ("guidance_scale",) if self.takes_guidance_scale else ()
         true_cfg = ("true_cfg_scale",) if self.has_true_cfg else ()
-        return ("prompt", *negative, "width", "height", "steps", *guidance, *true_cfg, "sampler", "seed")
+        image = ("image", "strength") if self.takes_image else ()
+        return ("prompt", *negative, "width", "height", "steps", *guidance, *true_cfg, *image, "sampler", "seed")
 
     def sampler_facts(self, name: str) -> SamplerFacts:
         """Facts of a sampler by name. Raises UsageError, with the nearest name, if there is none."""
@@ -230,7 +257,8 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object], stops_c
     )
     evaluations = _evaluations(cls, config, scheduler)
     makes = _makes(cls, {**scheduler, **options})
-    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, makes, _NEEDS.get(cls, ""))
+    order = 2 if cls in _TWICE_PER_STEP else 1
+    return SamplerFacts(cls, options, form if is_affine else OWN_UPDATE, evaluations, makes, _NEEDS.get(cls, ""), order)
 
 
 def _config(scheduler: Config, cls: str, options: Config, defaults: Config, stops_clipping: bool) -> Config:
@@ -284,54 +312,6 @@ def _makes(cls: str, config: Config) -> Callable[[int], bool]:
     return lambda steps: steps < train and (steps == 1 or (steps - 1) * (train // (steps + 1)) + offset < train - 1)
 
 
-def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
-    """Facts of a Stable Diffusion 1.x or 2.x folder from its configuration files.
-
-    Raises UsageError if the folder's own scheduler is none that this family can run.
-    """
-    return _latent_diffusion(unet, vae, scheduler, text_length, samplers_of(scheduler, stops_clipping=True))
-
-
-def stable_diffusion_xl(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
-    """As `stable_diffusion`, of an SDXL folder."""
-    found = _latent_diffusion(unet, vae, scheduler, text_length, samplers_of(scheduler), default_sample=128)
-    return replace(found, family="stable-diffusion-xl", guidance_scale=5.0)
-
-
-def _latent_diffusion(
-    unet: Config,
-    vae: Config,
-    scheduler: Config,
-    text_length: int,
-    samplers: Mapping[str, SamplerFacts],
-    default_sample: int = 64,
-) -> Facts:
-    own = scheduler.get("_class_name")
-    if own not in samplers:
-        raise UsageError(
-            f"the model folder's scheduler is {own!r}, which does not run in a Stable Diffusion "
-            f"pipeline here; known: {', '.join(SCHEDULERS)}; change scheduler/scheduler_config.json"
-        )
-    scale = 2 ** (len(vae.get("block_out_channels", (64,))) - 1)
-    sample = unet.get("sample_size") or default_sample
-    height, width = (sample, sample) if isinstance(sample, int) else sample
-    return Facts(
-        family="stable-diffusion",
-        size_multiple=max(8, scale),
-        min_size=64,
-        width=width * scale,
-        height=height * scale,
-        steps=50,
-        guidance_scale=7.5,
-        sampler=str(own),
-        text_length=text_length,
-        samplers=samplers,
-        guided_above=None if unet.get("time_cond_proj_dim") is not None else 1.0,
-        max_steps=scheduler.get("num_train_timesteps", 1000),
-        prompt_tokens=text_length - 2,
-    )
-
-
 PATTERN = Facts(
     family="pattern",
     size_multiple=8,
@@ -345,5 +325,6 @@ PATTERN = Facts(
     samplers=samplers_of({"_class_name": "DDIMScheduler", "clip_sample": False, "skip_prk_steps": True}),
     needs_torch=False,
     max_steps=1000,
+    strength=0.8,
 )
 """The model without a network: planned like Stable Diffusion with its usual configuration."""

@@ -1,7 +1,8 @@
 """What the engine asks of a model family, and the pieces that families share.
 
 A family does what diffusers' pipeline does at five points: it encodes prompts to conditioning, draws a row's noise,
-places the timesteps, predicts for one step, and decodes latents. B is the batch size; h and w are height and width over
+places the timesteps, predicts for one step, and decodes latents; at a sixth, if a row may begin from a picture: it
+encodes that to latents. B is the batch size; h and w are height and width over
 the VAE's scale (8). Latents are pictures in the VAE's space for every family: one whose network takes a sequence of
 patches makes it within `predict`.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models.safety import SafetyChecker
-from batchgen.records import Row
+from batchgen.records import Pixels, Row
 
 Encoded = tuple[Tensor, ...]
 """What the text encoders make of one text, without the batch dimension."""
@@ -111,6 +112,10 @@ class Family(Protocol):
 
     def noise(self, row: Row, generator: torch.Generator) -> Tensor:
         """A row's next unit noise `[1, C, h, w]`, on the CPU, from its own generator as diffusers draws it."""
+
+    def encode_image(self, pixels: Pixels, generator: torch.Generator) -> Tensor:
+        """The latents `[1, C, h, w]` of a picture, on the device: a sample of what the VAE finds likely, drawn from the
+        row's own generator before its noise."""
 
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """The guided prediction `[B, C, h, w]` for latents `[B, C, h, w]` at timesteps `[B]`."""

@@ -29,3 +29,8 @@ class FlowMatching(LatentDiffusion):
         """As LatentDiffusion._unscaled, with the mean of all channels."""
         shift_factor: float = self.vae.config.shift_factor
         return super()._unscaled(latents) + shift_factor
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        """As LatentDiffusion._scaled, likewise."""
+        shift_factor: float = self.vae.config.shift_factor
+        return super()._scaled(latents - shift_factor)

@@ -56,6 +56,8 @@ def stable_diffusion_3(configs: Mapping[str, Config], clip_length: int) -> Facts
         max_size=network.get("pos_embed_max_size", 96) * multiple,
         prompt_tokens=SD3_T5_LENGTH - 1 if has_t5 else clip_length - 2,
         tokenizer="tokenizer_3" if has_t5 else "tokenizer",
+        strength=0.6,
+        makes_cut_step=True,
     )
 
 
@@ -78,6 +80,8 @@ def flux(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guiding="true_cfg_scale",
         true_cfg_scale=1.0,
         needs_negative=True,
+        strength=0.6,
+        makes_cut_step=True,
         takes_guidance_scale=is_distilled,
         half_dtype="bfloat16",
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),

@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.models.family import UNSHIFTED, Network, Schedule
 from batchgen.models.safety import SafetyChecker
 from batchgen.models.transfer import to_device
-from batchgen.records import Row
+from batchgen.records import Pixels, Row
 
 _SIDE = 128
 """Latents along a side, where neither network nor pipeline says."""
@@ -61,6 +61,13 @@ class LatentDiffusion:
         noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
         return noise
 
+    def encode_image(self, pixels: Pixels, generator: torch.Generator) -> Tensor:
+        """As Family.encode_image, in the VAE's dtype."""
+        image = to_device(torch.from_numpy(pixels), self.device).permute(2, 0, 1)[None].float()
+        found = self.vae.encode((2.0 * (image / 255.0) - 1.0).to(self.vae.dtype)).latent_dist
+        noise = randn_tensor(found.mean.shape, generator=generator, dtype=found.parameters.dtype)
+        return self._scaled((found.mean + found.std * to_device(noise, self.device)).to(self.dtype))
+
     def decode(self, decoder: Network, latents: Tensor) -> Tensor:
         """As Family.decode, in the VAE's dtype, whatever the latents' is."""
         images: Tensor = decoder(self._unscaled(latents.to(self.vae.dtype)), return_dict=False)[0]
@@ -77,6 +84,11 @@ class LatentDiffusion:
         """The VAE's own latents of the network's, which have unit variance."""
         scaling_factor: float = self.vae.config.scaling_factor
         return latents / scaling_factor
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        """The network's latents of the VAE's own: the reverse of `_unscaled`."""
+        scaling_factor: float = self.vae.config.scaling_factor
+        return latents * scaling_factor
 
     def _scales(self, values: Sequence[float]) -> Tensor:
         """Something of each row `[B]`, float32, on the device."""

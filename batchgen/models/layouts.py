@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.models import facts, flow_facts
+from batchgen.models import facts, flow_facts, unet_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ def _of_unet(known: Callable[..., facts.Facts]) -> Callable[[Mapping[str, facts.
 
 
 FAMILIES: Mapping[str, Layout] = {
-    "StableDiffusionPipeline": Layout(_COMPONENTS, _of_unet(facts.stable_diffusion), checker=_CHECKER),
-    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(facts.stable_diffusion_xl)),
+    "StableDiffusionPipeline": Layout(_COMPONENTS, _of_unet(unet_facts.stable_diffusion), checker=_CHECKER),
+    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(unet_facts.stable_diffusion_xl)),
     "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
     "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
     "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),

@@ -26,6 +26,7 @@ from batchgen import job
 from batchgen.cost import Measurement
 from batchgen.errors import RowError
 from batchgen.generator import Dropped, Pending
+from batchgen.pictures import read_all
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 MIN_SIZE = 64
@@ -48,7 +49,8 @@ class Reading:
     """Of id and image number."""
     prompt_hash: str
     parameters_hash: str
-    """Of negative prompt, steps, guidance scale and sampler; a null negative prompt is not ""."""
+    """Of negative prompt, steps, guidance scale and sampler, and of the hash of an init image and its strength; a null
+    negative prompt is not ""."""
 
 
 class PatternGenerator:
@@ -84,7 +86,9 @@ class PatternGenerator:
 
     def _paint(self, batch: Batch, should_drop: Callable[[], bool]) -> list[Outcome]:
         started = time.monotonic()
-        failures = {row: self._obey(row, should_drop) for row in batch.rows}
+        read = read_all(batch.rows)
+        bad = {index: one for index, one in read.items() if isinstance(one, Failure)}
+        failures = {row: bad.get(row.index) or self._obey(row, should_drop) for row in batch.rows}
         for _ in range(max(row.steps for row in batch.rows)):
             _stop_if(should_drop)
         pictures = {row: paint(row) for row in batch.rows if failures[row] is None}
@@ -127,6 +131,7 @@ class PatternGenerator:
 def expected(row: Row) -> Reading:
     """What the picture of a row must say."""
     others = [row.negative_prompt, row.steps, row.guidance_scale, row.sampler]
+    others += [] if row.init is None else [row.init.sha256, row.strength]
     return Reading(
         seed=row.seed,
         width=row.width,

@@ -82,6 +82,12 @@ class StableDiffusionXL(UNetDiffusion):
         mean, std = self._mean.to(latents.dtype), self._std.to(latents.dtype)
         return super()._unscaled(latents * std) + mean
 
+    def _scaled(self, latents: Tensor) -> Tensor:
+        """As LatentDiffusion._scaled, likewise."""
+        if self._mean is None or self._std is None:
+            return super()._scaled(latents)
+        return super()._scaled(latents - self._mean.to(latents.dtype)) / self._std.to(latents.dtype)
+
 
 def load(
     folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device

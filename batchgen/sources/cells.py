@@ -27,6 +27,8 @@ TYPES: Mapping[str, pa.DataType] = {
     "seed": pa.uint64(),
     "guidance_scale": pa.float64(),
     "true_cfg_scale": pa.float64(),
+    "image": pa.string(),
+    "strength": pa.float64(),
 }
 """Columns with a type of their own; every other column keeps the source's."""
 
@@ -45,6 +47,8 @@ _TEXT_RULE = "a text or null is needed"
 def parser(name: str) -> Callable[[str], object] | None:
     """How a cell of a text table becomes a value of column `name`; None where it stays the text it is."""
     kind = TYPES.get(name, pa.string())
+    if name == "image":
+        return _parse_path
     if kind == pa.string():
         return None
     if kind == pa.float64():
@@ -77,6 +81,10 @@ def settle(name: str, array: pa.Array) -> pa.Array:
     if name == "seed" and pa.types.is_signed_integer(found):
         array = pc.if_else(pc.equal(array, _DERIVED), None, array)
     return array.cast(wanted)
+
+
+def _parse_path(cell: str) -> str | None:
+    return cell or None
 
 
 def _parse_int(cell: str) -> int | None:

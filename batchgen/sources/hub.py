@@ -16,6 +16,8 @@ from batchgen.sources.base import ROWS_PER_CHUNK
 from batchgen.wording import first_line
 
 _HUB_TIMEOUT_S = 5.0
+_IMAGES_AT_ONCE = 64
+"""Rows read at a time, where each holds an image file."""
 _MEDIA = ("Image", "Audio", "Video", "Pdf", "Nifti", "Mesh")
 
 
@@ -25,6 +27,8 @@ class HubTable:
 
     name: str
     split: str | None
+    image: str | None = None
+    """The column of pictures that is carried; the others are not."""
     names: list[str] = field(init=False)
     _data: Any = field(init=False)
     _left: list[str] = field(init=False)
@@ -32,22 +36,29 @@ class HubTable:
     def __post_init__(self) -> None:
         found = _load(self.name)
         self._data = _one_split(found, self.name, self.split)
-        self._left = [name for name, feature in self._data.features.items() if _is_media(feature)]
+        features = self._data.features.items()
+        self._left = [name for name, one in features if _is_media(one) and not self._is_carried(name, one)]
         self.names = [name for name in self._data.column_names if name not in self._left]
 
     def batches(self, renamed: Mapping[str, str], notes: list[str]) -> Iterator[pa.RecordBatch]:
         data = self._data.select_columns(self.names).with_format("arrow")
-        for table in data.iter(batch_size=ROWS_PER_CHUNK):
+        has_images = self.image is not None and _is_media(self._data.features[self.image])
+        for table in data.iter(batch_size=_IMAGES_AT_ONCE if has_images else ROWS_PER_CHUNK):
             columns = {renamed[name]: self._settled(table[name], renamed[name]) for name in self.names}
             yield pa.record_batch(list(columns.values()), names=list(columns))
         if self._left:
-            notes.append(f"pictures, sound and other media are not carried: {', '.join(self._left)}")
+            images = [name for name in self._left if type(self._data.features[name]).__name__ == "Image"]
+            hint = f"; --column image={images[0]} takes one in, for rows to begin from" if images else ""
+            notes.append(f"pictures, sound and other media are not carried: {', '.join(self._left)}{hint}")
+
+    def _is_carried(self, name: str, feature: Any) -> bool:
+        return name == self.image and type(feature).__name__ == "Image"
 
     def _settled(self, column: pa.ChunkedArray, name: str) -> pa.Array:
         array = column.combine_chunks()
         if isinstance(array, pa.ChunkedArray):
             array = pa.concat_arrays(array.chunks)
-        if name not in cells.TYPES:
+        if name not in cells.TYPES or (name == "image" and pa.types.is_struct(array.type)):
             return array.cast(pa.string()) if pa.types.is_null(array.type) else array
         try:
             return cells.settle(name, array)
