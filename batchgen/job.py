@@ -66,11 +66,15 @@ class Model(_Table):
     """`[model]`: which weights."""
 
     path: str = "demo"
-    """"pattern", "demo", a local diffusers folder or a hub id."""
+    """"pattern", "demo", a local diffusers folder, a hub id, or a single .safetensors file."""
+    config: str | None = None
+    """Of a single file: the diffusers folder or fetched hub id whose configuration and tokenizers it takes, and the
+    weights that it lacks."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch."""
     variant: str | None = None
-    """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
+    """The weights' file variant ("fp16"), for components that have it; for `pattern`, "faults" obeys the fault
+    prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: on a GPU float16, for the FLUX families and pipelines without one bfloat16; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None

@@ -45,8 +45,9 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
-    models.folder jobs.origins identity ledger manifest costs known plan_index glance
+    models.signatures models.flow_facts models.layouts models.checkpoints models.generic models.hub models.family
+    models.pattern models.contents models.completeness models.folder
+    jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion

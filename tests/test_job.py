@@ -23,6 +23,7 @@ VALUES: dict[str, Any] = {
     "model.variant": "fp16",
     "model.dtype": "bfloat16",
     "model.vae_dtype": "float32",
+    "model.config": "owner/name",
     "sampling.width": 768,
     "sampling.height": 512,
     "sampling.steps": 30,

@@ -25,9 +25,10 @@ from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
 from batchgen.models import flux, flux2, sd, sd3, sdxl
+from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
-from batchgen.models.folder import ModelFolder, facts_of, find_model
+from batchgen.models.folder import facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent

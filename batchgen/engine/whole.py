@@ -21,8 +21,9 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
+from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
-from batchgen.models.folder import BUILT_IN, ModelFolder, facts_of, find_model
+from batchgen.models.folder import BUILT_IN, facts_of, find_model
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
