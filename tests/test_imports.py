@@ -38,8 +38,9 @@ LAYERS = [
     for line in """
     errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
     records slurm.programs infotext jobs.files doctor.findings
+    fields
     job filesystem owners slots slurm.task options cores gpus
-    cost models.safety refilling
+    chunks cost models.safety refilling memory
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
     sources.base template
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
@@ -47,15 +48,16 @@ LAYERS = [
     models.demo.denoiser models.demo.train
     models.signatures models.flow_facts models.layouts models.checkpoints models.generic models.hub models.family
     models.pattern models.contents models.completeness models.folder
+    models.footprint
     jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
     models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
-    engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
+    engine.attention engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
-    product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
-    plan_reader engine.safety engine.steps notes
+    product engine.residence engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation
+    drafts plans plan_reader engine.safety engine.steps notes
     engine.engine engine.whole balance differences progress stopping importer
     rundir making
     marker publish report starts presence reporting.plots reporting.plan_counts

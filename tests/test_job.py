@@ -43,6 +43,8 @@ VALUES: dict[str, Any] = {
     "engine.mode": "graph",
     "engine.attention": "cudnn",
     "engine.text_encoder": "offload",
+    "engine.max_memory": "24GB",
+    "engine.vae_tiling": True,
     "engine.safety_checker": True,
     "engine.device": "cuda:1",
     "engine.decode_batch": 2,

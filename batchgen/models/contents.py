@@ -27,6 +27,8 @@ class ModelFolder:
     """All files that decide pixels, relative to `path`."""
     has_checker: bool = False
     """Whether the safety checker is read too."""
+    deferred: frozenset[str] = frozenset()
+    """The components whose weights are read anew whenever they have something to do."""
     checkpoint: Path | None = None
     """The single file that holds all weights that it knows; `path` is then where the configuration lies."""
 
@@ -63,6 +65,11 @@ class ModelFolder:
         if self.checkpoint is None:
             return frozenset()
         return checkpoints.components_in(self.checkpoint, self.layout.single, self.components)
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The text encoders."""
+        return tuple(name for name, one in self.components.items() if one.library == "transformers" and one.weights)
 
     @property
     def paths(self) -> dict[str, Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import diffusers
@@ -24,21 +25,43 @@ _LIBRARIES: Mapping[str, Any] = {
 
 
 def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype) -> dict[str, Any]:
-    """Every component of a checked folder by its name: safetensors only, no remote code.
+    """Every component of a checked folder by its name: safetensors only, no remote code. Those that are deferred come
+    first, and are empty.
 
     Raises UsageError for weights that cannot be read or that do not fill the network.
     """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     dtypes = dict.fromkeys(folder.components, dtype) | {"vae": vae_dtype}
-    single = folder.in_checkpoint
-    try:
-        loaded = {
-            name: _load(folder, name, component, dtypes[name])
-            for name, component in folder.components.items()
-            if name not in single
-        }
+    single, loaded = folder.in_checkpoint, {}
+    with _errors_named(folder):
+        for name in sorted(folder.components.keys() - single, key=lambda one: one not in folder.deferred):
+            loaded[name] = _load(folder, name, folder.components[name], dtypes[name])
+            if name in folder.deferred:
+                empty(loaded[name])
         return _load_single(folder, loaded, dtypes) if single else loaded
+
+
+def fill(networks: Sequence[torch.nn.Module], folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
+    """Read the weights of the folder's text encoders, one after another, into networks that are empty. Raises
+    UsageError as `load_components`."""
+    with _errors_named(folder), torch.inference_mode(False):
+        for network, name in zip(networks, folder.encoders, strict=True):
+            read = _load(folder, name, folder.components[name], dtype)
+            for mine, content in zip(network.parameters(), read.parameters(), strict=True):
+                mine.data = content.data.to(device)
+
+
+def empty(network: torch.nn.Module) -> None:
+    """Give the memory of a network's weights back."""
+    for one in network.parameters():
+        one.data = torch.empty(0, dtype=one.dtype, device=one.device)
+
+
+@contextmanager
+def _errors_named(folder: ModelFolder) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
