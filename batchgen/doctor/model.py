@@ -65,7 +65,7 @@ def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterat
     if num * each < free:
         return
     advice = (
-        'see what `plan` says, set engine.text_encoder = "offload", take a GPU with more memory, or free what others hold'
+        'see `plan`, set engine.text_encoder = "offload", take a GPU with more memory, or free what others hold'
         if gpus
         else "take a machine with more memory, or a GPU"
     )
