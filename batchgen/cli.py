@@ -125,10 +125,10 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     job = job_of(options)
     planned = plan_manifest(manifest, job, reading_bar())
     if as_json:
-        click.echo(json.dumps(plan_facts(planned.draft), indent=2))
+        click.echo(json.dumps(plan_facts(planned.draft, job, planned.demand), indent=2))
         return
     say_notes(planned)
-    click.echo(plan_text(planned.draft, job))
+    click.echo(plan_text(planned.draft, job, planned.demand))
 
 
 @cli.command()

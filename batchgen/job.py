@@ -6,19 +6,15 @@ refused by pydantic and told in one sentence each.
 
 from __future__ import annotations
 
-import datetime
 import difflib
 import json
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -27,35 +23,14 @@ from pydantic import (
 )
 
 from batchgen.errors import UsageError
-
-_PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
-_Few = Annotated[int, Field(ge=1, le=4096)]
-"""Rows of a batch, or threads."""
-_Seconds = Annotated[float, Field(gt=0, le=1e9)]
-
-
-def _one_line(text: str) -> str:
-    if not text.strip() or not text.isprintable():
-        raise ValueError("it must be one line of printable characters")
-    return text
-
-
-def _time(value: object) -> object:
-    """TOML reads 04:00:00 as a time of day, and 30 as a number."""
-    if isinstance(value, datetime.time) and not value.microsecond:
-        return value.isoformat()
-    return str(value) if type(value) is int else value
-
-
-def _is_time(text: str) -> str:
-    if not re.fullmatch(r"[0-9]+|[0-9]+:[0-9]{2}(:[0-9]{2})?|[0-9]+-[0-9]+(:[0-9]{2}){0,2}", text):
-        raise ValueError("Slurm takes minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]")
-    return text
-
-
-_Line = Annotated[str, AfterValidator(_one_line)]
-_Lines = Annotated[tuple[_Line, ...], Field(strict=False)]
-_Time = Annotated[str, BeforeValidator(_time), AfterValidator(_is_time)]
+from batchgen.fields import Few as _Few
+from batchgen.fields import Line as _Line
+from batchgen.fields import Lines as _Lines
+from batchgen.fields import Memory as _Memory
+from batchgen.fields import PositiveInt as _PositiveInt
+from batchgen.fields import Seconds as _Seconds
+from batchgen.fields import Time as _Time
+from batchgen.wording import num_bytes
 
 
 class _Table(BaseModel):
@@ -66,11 +41,15 @@ class Model(_Table):
     """`[model]`: which weights."""
 
     path: str = "demo"
-    """"pattern", "demo", a local diffusers folder or a hub id."""
+    """"pattern", "demo", a local diffusers folder, a hub id, or a single .safetensors file."""
+    config: str | None = None
+    """Of a single file: the diffusers folder or fetched hub id whose configuration and tokenizers it takes, and the
+    weights that it lacks."""
     revision: str | None = None
     """Branch, tag or commit of a hub id; None is its main branch."""
     variant: str | None = None
-    """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
+    """The weights' file variant ("fp16"), for components that have it; for `pattern`, "faults" obeys the fault
+    prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: on a GPU float16, for the FLUX families and pipelines without one bfloat16; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
@@ -129,10 +108,19 @@ class Engine(_Table):
     """Attention kernels on a GPU (flash3 needs the package flash_attn_3); auto times those that are there."""
     decode_batch: _Few | None = None
     """Images decoded at once; None is at most 16, as a sixth of the GPU's memory holds, and 4 on a CPU."""
-    text_encoder: Literal["gpu", "offload"] = "gpu"
-    """Where the text encoders lie while they have nothing to do."""
+    max_memory: _Memory | None = None
+    """Of a GPU, that batches are planned for and that a worker may take: "24GB", "40GiB"; None: all that there is."""
+    text_encoder: Literal["gpu", "offload", "load"] = "gpu"
+    """Where the text encoders lie while they have nothing to do: on the GPU, in host memory, or only on disk."""
+    vae_tiling: bool = False
+    """Whether images larger than the VAE was trained on are decoded in tiles; it changes pixels."""
     safety_checker: bool = False
     """Whether the model's own safety checker looks at each image; a row that it flags fails."""
+
+    @property
+    def max_memory_bytes(self) -> int | None:
+        """`max_memory` as a number."""
+        return None if self.max_memory is None else num_bytes(self.max_memory)
 
 
 class Output(_Table):

@@ -33,6 +33,9 @@ _JOB_OPTIONS = [
     click.option(
         "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
     ),
+    click.option(
+        "--max-memory", metavar="SIZE", help='Of a GPU, such as "24GB": plan for it, take no more [default: all].'
+    ),
     click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
 ]
 _SHORT_FORMS = {
@@ -41,6 +44,7 @@ _SHORT_FORMS = {
     "on_bad_row": "plan.on_bad_row",
     "size_policy": "plan.size_policy",
     "on_truncate": "plan.on_truncate",
+    "max_memory": "engine.max_memory",
     "grace": "run.grace_s",
 }
 _FLAGS = {
@@ -50,6 +54,7 @@ _FLAGS = {
     "on_bad_row": "--on-bad-row",
     "size_policy": "--size-policy",
     "on_truncate": "--on-truncate",
+    "max_memory": "--max-memory",
     "overrides": "--set",
 }
 
@@ -67,7 +72,7 @@ def job_of(options: Mapping[str, Any]) -> Job:
 
     given = {name: key for name, key in _SHORT_FORMS.items() if options.get(name) is not None}
     short = [f"{key}={json.dumps(options[name], ensure_ascii=False)}" for name, key in given.items()]
-    flags = {key: f"--{name}" for name, key in given.items() if name == "grace"}
+    flags = {key: f"--{name.replace('_', '-')}" for name, key in given.items() if name in ("grace", "max_memory")}
     return load_job(options["job_file"], [*short, *options["overrides"]], flags)
 
 

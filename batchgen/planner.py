@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from batchgen.cost import Cost, Seconds, allowed_sizes
 from batchgen.errors import UsageError
+from batchgen.memory import Room
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.records import Group
 from batchgen.refilling import Batches, cheapest
@@ -110,6 +111,8 @@ class Limits:
     batch_sizes: tuple[int, ...] | None = None
     max_batch: int | None = None
     shard_images: int | None = None
+    room: Room | None = None
+    """The memory that batches must fit into; None where no limit is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,8 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
                 f"plan.batch_sizes = {list(limits.batch_sizes or ())} leaves no size within "
                 f"plan.max_batch = {limits.max_batch}; allow a size of at most that"
             )
+        if limits.room is not None:
+            allowed = limits.room.within(groups[number], allowed)
         table = {size: cost.seconds(groups[number], size) for size in allowed}
         plain = plain_batches(values, counts, table, may_pad=cost.is_measured)
         is_own = groups[number].form == OWN_UPDATE

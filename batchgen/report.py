@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from batchgen import memory
 from batchgen.balance import Balance, WorkerBalance
 from batchgen.drafts import Draft
 from batchgen.job import Job
 from batchgen.ledger import stem
+from batchgen.memory import Demand
 from batchgen.plan_index import PlanIndex
 from batchgen.records import Group
 from batchgen.wording import counted, sized
@@ -63,8 +65,9 @@ def summarise(drafted: Draft) -> list[GroupSummary]:
     return summaries
 
 
-def plan_text(drafted: Draft, job: Job) -> str:
-    """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time."""
+def plan_text(drafted: Draft, job: Job, demand: Demand | None = None) -> str:
+    """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time; and, of a model
+    that needs it, what memory its batches fit into."""
     summaries = summarise(drafted)
     header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle", "seconds"]
     lines = [
@@ -82,7 +85,8 @@ def plan_text(drafted: Draft, job: Job) -> str:
     ]
     if len(summaries) > _MAX_GROUPS:
         lines.append([f"… {len(summaries) - _MAX_GROUPS} more groups"] + [""] * (len(header) - 1))
-    return "\n".join([*_table(header, lines), "", *_totals(drafted, job, summaries)])
+    fitting = [] if demand is None else memory.lines(job, demand, [(one.group, max(one.batches)) for one in summaries])
+    return "\n".join([*_table(header, lines), "", *_totals(drafted, job, summaries), *fitting])
 
 
 def sampler_text(group: Group) -> str:
@@ -126,7 +130,7 @@ def num_parts(num_images: int, num_shards: int, job: Job) -> int:
     return num_images if job.output.format == "files" else num_shards
 
 
-def plan_facts(drafted: Draft) -> dict[str, Any]:
+def plan_facts(drafted: Draft, job: Job, demand: Demand | None = None) -> dict[str, Any]:
     """The plan for programs."""
     cut, summaries = drafted.cut, summarise(drafted)
     return {
@@ -138,6 +142,7 @@ def plan_facts(drafted: Draft) -> dict[str, Any]:
         "idle_evaluations": sum(one.idle_evaluations for one in summaries),
         "seconds": float(cut.batch_s.sum()) if drafted.cost.is_measured else None,
         "cost": drafted.cost.source,
+        "memory": None if demand is None else memory.facts(job, demand, drafted.groups),
         "groups": [{**asdict(one.group), "images": one.images, "batches": one.batches} for one in summaries],
     }
 

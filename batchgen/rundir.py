@@ -22,9 +22,11 @@ from batchgen.job import Job
 from batchgen.known import Known
 from batchgen.ledger import FOLDERS
 from batchgen.manifest import Manifest, open_manifest
+from batchgen.memory import Demand, room_of
 from batchgen.metadata import RESERVED
 from batchgen.models.facts import Facts
-from batchgen.models.folder import architecture, facts_of, identity, located
+from batchgen.models.folder import architecture, facts_of, find_model, identity, located
+from batchgen.models.footprint import demand_of
 from batchgen.notes import notes_of
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader
@@ -42,6 +44,7 @@ _FREE = (
     "model.revision",
     "engine.device",
     "engine.text_encoder",
+    "engine.max_memory",
     "output.encoders",
     "plan.profile",
     "plan.image_folder",
@@ -111,6 +114,8 @@ class Planned:
     facts: Facts
     rejections: Rejections
     notes: tuple[str, ...]
+    demand: Demand | None
+    """Of a GPU's memory; None of a model without weights."""
 
 
 def plan_manifest(
@@ -140,10 +145,13 @@ def plan_manifest(
     manifest.check_unchanged()
     if rejections.num_cells and job.plan.on_bad_row == "stop":
         raise UsageError(rejections.message(surveyed.num_rejected))
-    limits = Limits(job.plan.batch_sizes, job.plan.max_batch if facts.is_captured else 1, job.plan.shard_images)
+    largest, demand = job.plan.max_batch if facts.is_captured else 1, _demand(job, facts)
+    limit = job.engine.max_memory_bytes
+    room = None if demand is None or limit is None else room_of(job, demand, limit)
+    limits = Limits(job.plan.batch_sizes, largest, job.plan.shard_images, room)
     check_truncation(surveyed, job)
     notes = notes_of(surveyed, facts, job)
-    return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes))
+    return Planned(draft(surveyed, _cost(job, facts), limits), facts, rejections, tuple(notes), demand)
 
 
 def open_run(
@@ -322,6 +330,14 @@ def _check_names(manifest: Manifest) -> None:
             f"manifest: column {taken[0]!r} has a name that batchgen's own metadata uses; carry it under another one "
             f"with --set columns.manifest_{taken[0]}={taken[0]!r} or in the job file's [columns]"
         )
+
+
+def _demand(job: Job, facts: Facts) -> Demand | None:
+    """What the job's model needs of a GPU; None of one without weights, or of a run that is kept to the CPU and has no
+    limit."""
+    if not facts.needs_torch or (job.engine.device == "cpu" and job.engine.max_memory is None):
+        return None
+    return demand_of(find_model(job.model, has_checker=job.engine.safety_checker), facts, job)
 
 
 def _cost(job: Job, facts: Facts) -> Cost:

@@ -30,4 +30,4 @@ def say_planned(planned: Planned, job: Job) -> None:
     from batchgen.report import plan_text
 
     say_notes(planned)
-    say(plan_text(planned.draft, job))
+    say(plan_text(planned.draft, job, planned.demand))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -30,6 +31,15 @@ def with_more(lines: Sequence[str], count: int) -> list[str]:
 def counted(number: int, noun: str) -> str:
     """A number of things for a sentence: "1 row", "2 rows"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def num_bytes(text: str) -> int:
+    """What "24GB", "1.5 GB" or "40GiB" says. Raises ValueError for anything else."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([MGT])(i?)B?\s*", text, re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise ValueError('a size is a number and a unit, such as "24GB" or "40GiB"')
+    unit = (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1)
+    return int(float(found[1]) * unit)
 
 
 def sized(num_bytes: float) -> str:

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another variant": (
         lambda f: (f / UNET).rename(f / "unet/diffusion_pytorch_model.fp16.safetensors"),
-        "set model.variant",
+        'set model.variant = "fp16"',
     ),
 }
 
@@ -154,7 +154,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
     (folder / (UNET + ".index.json")).write_text(json.dumps(index))
     (folder / "unet/part-1.safetensors").touch()
-    with pytest.raises(UsageError, match=r"lacks part-2.safetensors, which .*index.json names"):
+    with pytest.raises(UsageError, match=r"lacks part-2.safetensors, of the 2 files that .*index.json names"):
         find_model(Model(path=str(folder)))
 
 

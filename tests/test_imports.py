@@ -37,51 +37,42 @@ WITH_TORCH = (
 LAYERS = [
     line.split()
     for line in """
-    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
-    records slurm.programs infotext jobs.files doctor.findings
-    job filesystem owners slots slurm.task options cores gpus
-    cost models.safety refilling models.lengths
-    generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
-    sources.base template
-    models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
-    models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
-    models.demo.denoiser models.demo.train
-    pictures models.unet_facts
-    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
-    models.folder jobs.origins identity ledger manifest costs known plan_index glance
-    selection reporting.sample reporting.spending
-    init_images strengths sizes
-    models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 models.varying checks identified duplicates planner spill encoders formats parts card sources.cells
-    axes expansion
-    engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
-    models.chroma models.qwen_image models.z_image survey writer modes sources.hub sources.jsonlines
-    engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
-    product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
-    plan_reader engine.safety engine.steps notes
-    engine.engine engine.whole balance differences progress stopping importer
-    rundir making
-    marker publish report starts presence reporting.plots reporting.plan_counts
-    mending appending sweeping doctor.machine doctor.model watching
-    epoch finalize verify
-    repairing sheet reporting.rows
-    reporting.cards
-    reporting.findings
-    reporting.tables
-    reporting.page
-    reporting.writing
-    worker saying slurm.script doctor.work
-    runner slurm.submit bench.workload bench.figures
-    launched
-    children
-    launcher
-    bench.plan bench.long bench.architectures bench.building bench.evaluations bench.traces bench.watch
-    bench.surroundings bench.killing
-    bench.ours bench.baselines bench.modes
-    bench.images bench.victims bench.workers
-    bench.siege bench.aftermath
-    bench.soak
-    bench.commands slurm.commands reporting.commands console prefetch importing jobs.commands doctor.commands
+    errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace records infotext
+    jobs.files slots cores models.lengths models.hashes models.transfer names models.demo.vocabulary models.demo
+    reporting.sample spill engine.graphs engine.norms stopping bench.workload bench.figures chunks
+    slurm.programs doctor.findings fields filesystem owners gpus cost models.safety models.facts columns sources.base
+    template models.demo.scenes models.demo.sprites models.demo.words models.signatures engine.attention engine.checking
+    progress bench.architectures bench.traces bench.surroundings models.checkpoints
+    job slurm.task refilling manifest_files disk metadata carried models.demo.captions models.demo.drawing
+    models.demo.judge models.demo.networks pictures models.unet_facts models.flow_facts models.family identity ledger
+    costs sizes sources.cells engine.meter doctor.machine
+    options generator codec models.demo.training models.layouts jobs.origins manifest known plan_index glance selection
+    reporting.spending init_images strengths models.latent encoders formats card axes engine.crossing engine.samplers
+    modes sources.hub sources.jsonlines sources.tables heart differences slurm.script memory
+    models.demo.autoencoder models.demo.denoiser models.generic models.pattern models.unet models.flow checks planner
+    parts expansion engine.devices writer engine.compiling engine.denoise balance making reporting.plots bench.building
+    models.demo.train models.hub models.varying identified duplicates rejections engine.forecasts engine.room product
+    engine.relay models.contents
+    models.loading engine.tuning engine.decode engine.steps importer models.completeness models.footprint
+    models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image models.z_image
+    engine.residence engine.safety
+    models.tokens models.chroma engine.prompts doctor.model bench.baselines
+    survey engine.engine
+    truncation drafts notes engine.whole bench.evaluations bench.watch
+    plans report bench.modes
+    plan_reader saying
+    rundir reporting.plan_counts prefetch importing jobs.commands
+    marker publish starts presence doctor.work slurm.submit bench.plan
+    mending appending watching epoch bench.victims
+    sweeping reporting.rows worker bench.siege
+    finalize verify reporting.cards
+    repairing sheet reporting.findings runner bench.aftermath
+    reporting.tables launched bench.long bench.ours bench.soak slurm.commands console doctor.commands
+    reporting.page children bench.images
+    reporting.writing launcher
+    bench.killing reporting.commands
+    bench.workers
+    bench.commands
     cli
     """.strip().splitlines()
 ]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.chunks import chunk_of, most_decoded
 from batchgen.engine import attention
-from batchgen.engine.chunks import chunk_of, most_decoded
 from batchgen.engine.forecasts import UNCAPTURED, Speed, decodes_that_pay, forecasts
 from batchgen.engine.tuning import Timed, Tuning
 from batchgen.errors import UsageError

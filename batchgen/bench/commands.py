@@ -96,6 +96,7 @@ def plan(rows: int, folder: Path | None, as_json: bool) -> None:
 @click.option("--sampler", type=click.Choice(list(SAMPLERS)), default="euler", show_default=True)
 @click.option("--mode", default="auto", show_default=True, help="engine.mode.")
 @click.option("--batch", type=click.IntRange(min=1), help="plan.max_batch.")
+@click.option("--max-memory", metavar="SIZE", help="engine.max_memory.")
 @click.option("--baselines", help="none, or of loop,best,compiled (single) and exact,sized (mixed) [default: all].")
 @click.option("--sample", type=click.IntRange(min=0), default=2, show_default=True, help="Batches a baseline; 0: all.")
 @click.option("--compile-mode", default="default", show_default=True, help="torch.compile's, of the compiled baseline.")
@@ -132,6 +133,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
         mixed_steps=wanted.mixed_steps,
     )
     batch = [f"plan.max_batch={options['batch']}"] if options["batch"] else []
+    batch += [f"engine.max_memory={options['max_memory']}"] if options["max_memory"] else []
     settings = Settings(
         arch=arch,
         workload=workload,

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from batchgen.doctor.findings import Finding
 from batchgen.doctor.torch_probe import Gpu
 from batchgen.errors import UsageError
 from batchgen.job import Job
+from batchgen.models.checkpoints import tensors_of
+from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
-from batchgen.models.folder import ModelFolder, facts_of, find_model
+from batchgen.models.folder import facts_of, find_model
 from batchgen.wording import counted, sized
 
 _HALF_BYTES = 2
-_AGAIN = "fetch or copy the model again"
 
 
 def known(job: Job) -> tuple[Facts | None, Finding]:
@@ -68,7 +65,7 @@ def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterat
     if num * each < free:
         return
     advice = (
-        'set engine.text_encoder = "offload", take a GPU with more memory, or free what others hold'
+        'see `plan`, set engine.text_encoder = "offload", take a GPU with more memory, or free what others hold'
         if gpus
         else "take a machine with more memory, or a GPU"
     )
@@ -76,26 +73,11 @@ def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterat
 
 
 def _content(folder: ModelFolder, parameters: int) -> str:
-    num_bytes = sum((folder.path / file).stat().st_size for file in folder.files)
+    num_bytes = sum(path.stat().st_size for path in folder.paths.values())
     number = f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.0f} million"
-    return f"whole: {counted(len(folder.files), 'file')}, {sized(num_bytes)}, {number} parameters"
+    return f"whole: {counted(len(folder.paths), 'file')}, {sized(num_bytes)}, {number} parameters"
 
 
 def num_parameters(folder: ModelFolder) -> int:
     """Of all the model's weights, by the headers of their files. Raises UsageError for a file that is not whole."""
-    return sum(_parameters(folder.path / file) for file in folder.files if file.endswith(".safetensors"))
-
-
-def _parameters(path: Path) -> int:
-    """Of a safetensors file: 8 bytes of length, little endian, so many of JSON, and the tensors."""
-    with path.open("rb") as file:
-        try:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, 10**8)))
-            tensors = [one for name, one in header.items() if name != "__metadata__"]
-            num_bytes = 8 + length + max((one["data_offsets"][1] for one in tensors), default=0)
-        except (struct.error, ValueError, AttributeError, KeyError, TypeError):
-            raise UsageError(f"{path} is no safetensors file; {_AGAIN}") from None
-    if (size := path.stat().st_size) != num_bytes:
-        raise UsageError(f"{path} has {size:,} bytes, where its header tells of {num_bytes:,}; {_AGAIN}")
-    return sum(math.prod(one["shape"]) for one in tensors)
+    return sum(one.num_elements for path in folder.weights for one in tensors_of(path).values())

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import diffusers
 import torch
 import transformers
 
+from batchgen.engine.graphs import device_bytes
 from batchgen.errors import UsageError
 from batchgen.generator import DeviceLost, OutOfMemory
 from batchgen.models.facts import Facts
 from batchgen.version import VERSION
-from batchgen.wording import first_line
+from batchgen.wording import first_line, sized
 
 
 def versions_of(device: torch.device, dtype: torch.dtype) -> Mapping[str, str]:
@@ -99,6 +100,22 @@ def find_device(name: str | None) -> torch.device:
         reason = first_line(error)
         raise UsageError(f"engine.device = {name!r} is not there ({reason}); on this machine: {there}") from None
     return device
+
+
+def limit_memory(limit_bytes: int | None, device: torch.device, say: Callable[[str], object]) -> None:
+    """Let torch take no more of a GPU than a job allows; nothing on a CPU."""
+    total_bytes = device_bytes(device)
+    if limit_bytes is None or total_bytes is None:
+        return
+    if limit_bytes > total_bytes:
+        say(f"engine.max_memory is {sized(limit_bytes)}, and this GPU has {sized(total_bytes)}: batches may not fit")
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+
+
+def usable_bytes(limit_bytes: int | None, device: torch.device) -> int | None:
+    """What torch may take of a GPU; None on a CPU."""
+    total_bytes = device_bytes(device)
+    return total_bytes if total_bytes is None or limit_bytes is None else min(total_bytes, limit_bytes)
 
 
 def device_name(device: torch.device) -> str:

@@ -14,21 +14,33 @@ from batchgen.cost import Measurement
 from batchgen.engine.compiling import Compiler, mode_named, mode_of, order_by_channels
 from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import NO_PICTURES, Pictures, denoise_own
-from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
+from batchgen.engine.devices import (
+    dtype_of,
+    errors_named,
+    find_device,
+    is_memory,
+    limit_memory,
+    quiet_libraries,
+    usable_bytes,
+    versions_of,
+)
 from batchgen.engine.graphs import GraphPool, device_bytes
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
+from batchgen.engine.residence import Residence
 from batchgen.engine.room import with_room
 from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
+from batchgen.errors import UsageError
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
 from batchgen.models import chroma, flux, flux2, qwen_image, sd, sd3, sdxl, z_image
+from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
-from batchgen.models.folder import ModelFolder, facts_of, find_model
+from batchgen.models.folder import facts_of, find_model
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.pictures import read_all
@@ -54,7 +66,9 @@ class Engine:
         context = context or Context()
         self.device = find_device(job.engine.device)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
-        self.model = _load(job, self.facts, self.device)
+        limit_memory(job.engine.max_memory_bytes, self.device, context.say)
+        folder = _folder(job)
+        self.model = _load(job, self.facts, self.device, folder)
         self.samplers = Samplers(self.model.scheduler, self.facts)
         self._meter = Meter(self.device)
         self.versions: Mapping[str, str] = versions_of(self.device, self.model.dtype)
@@ -62,14 +76,15 @@ class Engine:
         self._pool = GraphPool(self.device)
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
-        self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
+        self._prompts = Prompts(self.model, Residence(job.engine.text_encoder, self.model, folder))
         self._say = context.say
         self._decoder = Decoder(
             self.model, self._compiler, self._pool, context.say, free=self.free, preparing=context.preparing
         )
         self._captures_decodes = True
         self._safety = Safety(self.model.checker, self.device) if self.model.checker else None
-        self._tuning = Tuning(job.engine, self.device, self.versions["device"], device_bytes(self.device), context)
+        memory_bytes = usable_bytes(job.engine.max_memory_bytes, self.device)
+        self._tuning = Tuning(job.engine, self.device, self.versions["device"], memory_bytes, context)
 
     @torch.inference_mode()
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
@@ -293,9 +308,25 @@ def _outcome(
     return Image(row, result, batch_size, mode, count.read, count.dropped, seconds, retries)
 
 
-def _load(job: Job, facts: Facts, device: torch.device) -> Family:
+def _folder(job: Job) -> ModelFolder:
+    """The job's model folder. Raises UsageError as `find_model`, and where text encoders are to be read again and again
+    that must be converted each time."""
+    folder = find_model(job.model, has_checker=job.engine.safety_checker)
+    if job.engine.text_encoder != "load":
+        return folder
+    if folder.in_checkpoint & set(folder.encoders):
+        raise UsageError(
+            f'engine.text_encoder = "load" reads text encoders from a folder, and {folder.checkpoint} is a single file '
+            'that holds them; take "offload"'
+        )
+    return replace(folder, deferred=frozenset(folder.encoders))
+
+
+def _load(job: Job, facts: Facts, device: torch.device, folder: ModelFolder) -> Family:
     dtype = dtype_of(job.model.dtype, facts, device)
     vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
     with quiet_libraries():
-        folder = find_model(job.model, has_checker=job.engine.safety_checker)
-        return FAMILIES[folder.family](folder, dtype, vae_dtype, device)
+        family = FAMILIES[folder.family](folder, dtype, vae_dtype, device)
+    if job.engine.vae_tiling:
+        family.vae.enable_tiling()
+    return family

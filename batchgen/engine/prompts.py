@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
-import torch
-
+from batchgen.engine.residence import Residence
 from batchgen.generator import Dropped
 from batchgen.models.family import Encoded, Family
 
@@ -17,16 +15,13 @@ a CPU, where padding costs as much as texts."""
 
 
 class Prompts:
-    """The encoded texts of the shard at work. With `is_offloaded` the text encoders lie in host memory and are on the
-    device only while they encode."""
+    """The encoded texts of the shard at work."""
 
-    def __init__(self, model: Family, *, is_offloaded: bool) -> None:
+    def __init__(self, model: Family, residence: Residence) -> None:
         self._model = model
-        self._is_offloaded = is_offloaded
+        self._residence = residence
         self._chunk = CHUNKS.get(model.device.type, LARGE_CHUNK)
         self._encoded: dict[str, Encoded] = {}
-        if is_offloaded:
-            self._move(torch.device("cpu"))
 
     def prepare(self, texts: Iterable[str], should_drop: Callable[[], bool]) -> None:
         """Forget all texts but these, and encode those that are new. Raises Dropped between two chunks."""
@@ -42,25 +37,10 @@ class Prompts:
     def _encode(self, texts: list[str], should_drop: Callable[[], bool]) -> None:
         if not texts:
             return
-        with self._at_work():
+        with self._residence.at_work():
             for start in range(0, len(texts), self._chunk):
                 if should_drop():
                     raise Dropped
                 chunk = texts[start : start + self._chunk]
                 padded = chunk + [""] * (self._chunk - len(chunk))
                 self._encoded |= zip(chunk, self._model.encode(padded), strict=False)
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        if not self._is_offloaded:
-            yield
-            return
-        self._move(self._model.device)
-        try:
-            yield
-        finally:
-            self._move(torch.device("cpu"))
-
-    def _move(self, device: torch.device) -> None:
-        for encoder in self._model.encoders:
-            encoder.to(device)

@@ -18,8 +18,8 @@ from typing import Annotated
 import torch
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
+from batchgen.chunks import chunk_of, most_decoded
 from batchgen.engine.attention import BACKENDS, attention, present
-from batchgen.engine.chunks import chunk_of, most_decoded
 from batchgen.engine.compiling import KERNELS, mode_of
 from batchgen.engine.devices import is_memory
 from batchgen.engine.forecasts import (

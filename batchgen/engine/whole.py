@@ -16,33 +16,47 @@ from safetensors import SafetensorError
 from batchgen.cost import Measurement
 from batchgen.engine.attention import attention
 from batchgen.engine.decode import CONSTANT, Fault
-from batchgen.engine.devices import dtype_of, errors_named, find_device, quiet_libraries, versions_of
+from batchgen.engine.devices import (
+    dtype_of,
+    errors_named,
+    find_device,
+    limit_memory,
+    quiet_libraries,
+    versions_of,
+)
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
+from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
-from batchgen.models.folder import BUILT_IN, ModelFolder, facts_of, find_model
+from batchgen.models.folder import BUILT_IN, facts_of, find_model
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
-_FIXED = {"mode": ("auto", "eager"), "decode_batch": (None,), "text_encoder": ("gpu",)}
+_FIXED = {
+    "mode": ("auto", "eager"),
+    "decode_batch": (None,),
+    "text_encoder": ("gpu",),
+    "vae_tiling": (False,),
+}
 """Keys of `[engine]` that have no other effect here."""
 
 
 def open_model(job: Job, context: Context | None) -> Generator:
     """What makes the job's rows: the engine, or for a model of the generic family its pipeline."""
     is_known = job.model.path in BUILT_IN or not find_model(job.model).is_generic
-    return Engine(job, context) if is_known else WholePipeline(job)
+    return Engine(job, context) if is_known else WholePipeline(job, context)
 
 
 class WholePipeline:
     """The job's model, loaded; a `batchgen.generator.Generator`. Raises UsageError as loading does, and for keys that
     would have no effect."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, context: Context | None = None) -> None:
         check_keys(job)
         self.device = find_device(job.engine.device)
+        limit_memory(job.engine.max_memory_bytes, self.device, (context or Context()).say)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         folder = find_model(job.model)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)

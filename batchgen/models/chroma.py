@@ -16,11 +16,11 @@ from diffusers.models.transformers.transformer_chroma import ChromaSingleTransfo
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
 from batchgen.models.flow import FlowMatching
 from batchgen.models.flow_facts import FLUX_T5_LENGTH
 from batchgen.models.flux import PATCH, places
-from batchgen.models.folder import ModelFolder
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
 from batchgen.records import Row

@@ -16,9 +16,9 @@ from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor
 from torch.nn.functional import pad
 
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
 from batchgen.models.flow_facts import FLUX2_LENGTH
-from batchgen.models.folder import ModelFolder
 from batchgen.models.latent import LatentDiffusion, tokens
 from batchgen.models.loading import load_components
 from batchgen.records import Row

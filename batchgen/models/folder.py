@@ -10,86 +10,19 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.job import Model
-from batchgen.models import demo, facts, generic, hashes, signatures
-from batchgen.models.hub import cached, fetch, prefetch_command
-from batchgen.models.layouts import FAMILIES, Component, Layout
+from batchgen.models import demo, facts, hashes
+from batchgen.models.completeness import CONVERT, UNCHECKED, checked
+from batchgen.models.contents import ModelFolder, read_json
+from batchgen.models.hub import cached, fetch
 
 BUILT_IN = ("demo", "pattern")
-_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
-_CONVERT = (
-    "convert it once with its pipeline class in diffusers (StableDiffusionPipeline, StableDiffusionXLPipeline): "
-    '.from_pretrained("OLD").save_pretrained("NEW"), or .from_single_file for a single checkpoint file'
-)
-_UNCHECKED = (
-    "leave engine.safety_checker out, or name a Stable Diffusion folder whose model_index.json has a safety_checker "
-    "and a feature_extractor"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """A diffusers folder that has all that its family reads."""
-
-    name: str
-    """As the job names it."""
-    path: Path
-    variant: str | None
-    commit: str | None
-    """The hub's commit; None for a local folder."""
-    files: tuple[str, ...]
-    """All files that decide pixels, relative to `path`."""
-    has_checker: bool = False
-    """Whether the safety checker is read too."""
-
-    @property
-    def index(self) -> dict[str, Any]:
-        """What model_index.json holds: the pipeline's class and options, and each component's class."""
-        return read_json(self.path / "model_index.json")
-
-    @property
-    def family(self) -> str:
-        """The pipeline's class."""
-        return str(self.index["_class_name"])
-
-    @property
-    def is_generic(self) -> bool:
-        """Whether no family of its own knows the pipeline's class."""
-        return self.family not in FAMILIES
-
-    @property
-    def layout(self) -> Layout:
-        """What the folder has to hold."""
-        return generic.layout(self.index) if self.is_generic else FAMILIES[self.family]
-
-    @property
-    def components(self) -> Mapping[str, Component]:
-        """By their subfolders' names."""
-        layout = self.layout
-        wanted = {**layout.components, **layout.checker} if self.has_checker else layout.components
-        return {name: one for name, one in wanted.items() if not (one.is_optional and self.lacks(name))}
-
-    def lacks(self, component: str) -> bool:
-        """Whether model_index.json says that a component is not there."""
-        return self.index.get(component) in (None, [None, None])
-
-    @property
-    def configs(self) -> dict[str, dict[str, Any]]:
-        """All JSON configurations that there are, by component, and model_index.json under its own name."""
-        found = self.components.items()
-        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
-        return {"model_index.json": self.index, **own}
-
-    def config(self, component: str) -> dict[str, Any]:
-        """The component's JSON configuration."""
-        return read_json(self.path / component / self.components[component].config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +40,13 @@ def fetch_model(model: Model, *, has_checker: bool = False) -> Fetched:
     not to be had, not complete or not understood."""
     if model.path in BUILT_IN:
         raise UsageError(f"model {model.path!r} is built in; there is nothing to fetch")
-    note = fetch(model, has_checker=has_checker) if is_hub_id(model) else ""
+    file = Path(model.path).expanduser()
+    single = file if file.is_file() and model.config is not None else None
+    source = configuration(model) if single else model
+    note = fetch(source, has_checker=has_checker, checkpoint=single) if is_hub_id(source) else ""
     folder = find_model(model, has_checker=has_checker)
     identity(model, has_checker=has_checker)
-    sizes = [(folder.path / file).stat().st_size for file in folder.files]
+    sizes = [path.stat().st_size for path in folder.paths.values()]
     return Fetched(folder, len(sizes), sum(sizes), note)
 
 
@@ -120,20 +56,49 @@ def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
 
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
+    return checked(_place(model, has_checker))
+
+
+def _place(model: Model, has_checker: bool, single: Model | None = None) -> ModelFolder:
+    """Where the model lies, or the configuration of a single file, unchecked."""
     local = demo.WEIGHTS if model.path == "demo" else Path(model.path).expanduser()
     with resumable(local):
-        is_folder = local.is_dir()
+        is_folder, is_file = local.is_dir(), local.is_file()
+    if is_file:
+        return _of_single_file(model, local.resolve(), has_checker)
+    _refuse_idle(model, ("config",), "only a single .safetensors file takes its configuration from elsewhere")
     if is_folder:
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
-        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker))
-    if local.is_file():
-        raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
+        return ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker)
     if not is_hub_id(model):
         near = difflib.get_close_matches(model.path, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
-    place = cached(model, has_checker=has_checker)
-    return _checked(ModelFolder(model.path, place, model.variant, place.name, (), has_checker))
+    place = cached(model, has_checker=has_checker, single=single)
+    return ModelFolder(model.path, place, model.variant, place.name, (), has_checker)
+
+
+def _of_single_file(model: Model, file: Path, has_checker: bool) -> ModelFolder:
+    """The folder of the configuration, with the single file's weights."""
+    if file.suffix != ".safetensors":
+        raise UsageError(
+            f"model {model.path!r} is a single file, and no .safetensors file: others are pickles, which can run code; "
+            f"take it as .safetensors, or {CONVERT}"
+        )
+    if model.config is None:
+        raise UsageError(
+            f"model {model.path!r} is a single file, which has neither its configuration nor its tokenizers; set "
+            "model.config to a diffusers folder or a fetched hub id of the same architecture, such as "
+            '"stable-diffusion-v1-5/stable-diffusion-v1-5" or "stabilityai/stable-diffusion-xl-base-1.0"; or '
+            f"{CONVERT}"
+        )
+    return replace(_place(configuration(model), has_checker, model), name=model.path, checkpoint=file)
+
+
+def configuration(model: Model) -> Model:
+    """The model that a single file takes its configuration from."""
+    assert model.config is not None
+    return model.model_copy(update={"path": model.config, "config": None})
 
 
 def is_hub_id(model: Model) -> bool:
@@ -144,9 +109,13 @@ def is_hub_id(model: Model) -> bool:
 
 def located(model: Model) -> Model:
     """The same model for processes that start in another folder."""
-    path = Path(model.path).expanduser()
-    is_local = model.path not in BUILT_IN and path.is_dir()
-    return model.model_copy(update={"path": str(path.resolve())}) if is_local else model
+    given = {"path": model.path, "config": model.config}
+    local = {
+        key: str(path.resolve())
+        for key, name in given.items()
+        if name is not None and name not in BUILT_IN and (path := Path(name).expanduser()).exists()
+    }
+    return model.model_copy(update=local)
 
 
 def pinned(model: Model) -> Model:
@@ -161,7 +130,7 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     """What planning must know of the job's model. Raises UsageError as `find_model` does, and for a key of `[model]`
     that would have no effect."""
     if has_checker and model.path in BUILT_IN:
-        raise UsageError(f"model {model.path!r} has no safety checker; {_UNCHECKED}")
+        raise UsageError(f"model {model.path!r} has no safety checker; {UNCHECKED}")
     if model.path == "pattern":
         if model.variant != "faults":
             _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
@@ -204,7 +173,7 @@ def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
         return {"pattern": "1"}
     folder = find_model(model, has_checker=has_checker)
     commit = {"commit": folder.commit} if folder.commit else {}
-    return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
+    return commit | {name: hashes.sha256(path) for name, path in folder.paths.items()}
 
 
 def architecture(model: Model) -> str:
@@ -216,132 +185,3 @@ def architecture(model: Model) -> str:
         configs = list(known.values()) if folder.is_generic else [known[folder.layout.network], known["vae"]]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model file {path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"model file {path} holds no JSON object")
-    return content
-
-
-def _checked(folder: ModelFolder) -> ModelFolder:
-    """The folder with its files listed, once nothing is missing."""
-    path = folder.path
-    if not (path / "model_index.json").is_file():
-        raise UsageError(f"model folder {path} has no model_index.json, so it is no diffusers folder; {_CONVERT}")
-    family = folder.index.get("_class_name")
-    if family not in FAMILIES:
-        _check_pipeline(folder, str(family))
-    if folder.has_checker:
-        _check_checker(folder)
-    components = folder.components
-    for name, component in components.items():
-        _check_class(folder, name, component)
-    files = ["model_index.json"]
-    if folder.is_generic:
-        files += generic.texts(path, components)
-    else:
-        files += [f"{name}/{component.config}" for name, component in components.items()]
-    for file in files:
-        if not (path / file).is_file():
-            raise UsageError(f"model folder {path} lacks {file}; {_again(folder)}")
-    for name, component in components.items():
-        if component.is_tokenizer and not folder.is_generic:
-            files += _tokenizer_files(path, name)
-        if component.weights is not None:
-            files += _weight_files(folder, name, component.weights)
-    return replace(folder, files=tuple(sorted(set(files))))
-
-
-def _check_pipeline(folder: ModelFolder, family: str) -> None:
-    """Raises UsageError for a pipeline that makes no images of text, or with components that are not diffusers'."""
-    reason = signatures.refusal(family)
-    if reason:
-        raise UsageError(
-            f"model {folder.name!r} is of family {family!r}, {reason}; known families: {', '.join(FAMILIES)}, and any "
-            "pipeline of diffusers that makes images of text"
-        )
-    for name, component in folder.components.items():
-        if not signatures.is_part(component.library):
-            raise UsageError(
-                f"model folder {folder.path}: model_index.json gives {name} as "
-                f"{[component.library, *component.classes]!r}; code that comes with a model is never run"
-            )
-        if not (folder.path / name).is_dir():
-            raise UsageError(f"model folder {folder.path} lacks {name}/; {_again(folder)}")
-
-
-def _check_checker(folder: ModelFolder) -> None:
-    if not folder.layout.checker:
-        raise UsageError(
-            f"model {folder.name!r} is of family {folder.family!r}, which has no safety checker; {_UNCHECKED}"
-        )
-    entry = folder.index.get("safety_checker")
-    if entry in (None, [None, None]):
-        raise UsageError(
-            f"model folder {folder.path} comes without safety checker: model_index.json gives safety_checker as "
-            f"{entry!r}; {_UNCHECKED}"
-        )
-
-
-def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
-    entry, library = folder.index.get(name), component.library
-    if not (isinstance(entry, list) and len(entry) == 2 and entry[0] == library and entry[1] in component.classes):
-        raise UsageError(
-            f"model folder {folder.path}: model_index.json gives {name} as {entry!r}; allowed is "
-            f"{library}'s {' or '.join(component.classes)}; code that comes with a model is never run"
-        )
-
-
-def _tokenizer_files(path: Path, component: str) -> list[str]:
-    names = (
-        "tokenizer.json",
-        "vocab.json",
-        "merges.txt",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    )
-    found = [name for name in names if (path / component / name).is_file()]
-    if not {"tokenizer.json", "vocab.json"} & set(found):
-        raise UsageError(f"model folder {path} lacks {component}/vocab.json or {component}/tokenizer.json")
-    return [f"{component}/{name}" for name in found]
-
-
-def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
-    """The component's weights: one file, or an index and the shards it names."""
-    place = folder.path / component
-    dotted = f".{folder.variant}" if folder.variant else ""
-    single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
-    if (place / single).is_file():
-        return [f"{component}/{single}"]
-    if not (place / index).is_file():
-        raise UsageError(_no_weights(folder, place, single))
-    shards = sorted(set(read_json(place / index).get("weight_map", {}).values()))
-    for shard in shards:
-        if not (place / shard).is_file():
-            raise UsageError(f"model folder {place} lacks {shard}, which {index} names; {_again(folder)}")
-    return [f"{component}/{name}" for name in (index, *shards)]
-
-
-def _again(folder: ModelFolder) -> str:
-    """What to do about a folder that is not whole."""
-    if folder.commit is None:
-        return "download it again, whole"
-    model = Model(path=folder.name, variant=folder.variant)
-    return f"fetch it again: {prefetch_command(model, has_checker=folder.has_checker)}"
-
-
-def _no_weights(folder: ModelFolder, place: Path, wanted: str) -> str:
-    others = sorted(file.name for file in place.glob("*.safetensors"))
-    pickles = sorted(file.name for pattern in _PICKLES for file in place.glob(pattern))
-    if others:
-        return f"{place} lacks {wanted} but has {', '.join(others)}; set model.variant to choose among them"
-    if pickles:
-        return f"{place} has only {', '.join(pickles)}, pickles, which can run code; {_CONVERT}"
-    return f"{place} lacks {wanted}; {_again(folder)}"

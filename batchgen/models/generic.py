@@ -5,7 +5,8 @@ Its facts come from the call's signature and from the folder's configuration fil
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,22 @@ def texts(path: Path, components: Iterable[str]) -> list[str]:
     return sorted(f"{file.parent.name}/{file.name}" for file in found if ".index." not in file.name)
 
 
-def patterns(index: Config, variant: str | None) -> Iterator[str]:
-    """The file names to fetch of a pipeline whose model_index.json is given."""
-    dotted = f".{variant}" if variant else ""
+def patterns(index: Config, variant: str | None, there: Collection[str]) -> Iterator[str]:
+    """The file names to fetch of a pipeline whose model_index.json is given, of those that are there."""
     for name, component in layout(index).components.items():
         yield from (f"{name}/*{suffix}" for suffix in _TEXTS)
         if component.weights:
-            yield f"{name}/{component.weights}{dotted}.safetensors"
-            yield f"{name}/{component.weights}{dotted}-*-of-*.safetensors"
+            yield from weights(name, component.weights, variant, there)
+
+
+def weights(component: str, stem: str, variant: str | None, there: Collection[str]) -> list[str]:
+    """The patterns of a component's weights: of the variant, unless what is there has none of it."""
+    for dotted in (f".{variant}", "") if variant else ("",):
+        single, shards = f"{component}/{stem}{dotted}.safetensors", f"{component}/{stem}{dotted}-*-of-*.safetensors"
+        found = [single, shards, f"{component}/{stem}.safetensors.index{dotted}.json"]
+        if not there or any(fnmatch(file, pattern) for file in there for pattern in found):
+            break
+    return found
 
 
 def facts(pipeline: str, configs: Mapping[str, Config], network: str) -> Facts:

@@ -5,44 +5,48 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models import generic
+from batchgen.models.checkpoints import components_in
 from batchgen.models.layouts import FAMILIES
 from batchgen.wording import first_line
 
 _HUB_TIMEOUT_S = 5.0
 
 
-def cached(model: Model, *, has_checker: bool = False) -> Path:
-    """The folder of a hub id in the local cache; the network is not asked. Raises UsageError if it is not there."""
+def cached(model: Model, *, has_checker: bool = False, single: Model | None = None) -> Path:
+    """The folder of a hub id in the local cache, which may be without weights if it is the configuration of a single
+    file; the network is not asked. Raises UsageError if it is not there."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _found(model)
+        return _found(model, single is None)
     except Exception as error:  # which ones there are differs between the hub package's versions
         # Where nothing is cached the package tells programmers to pass an argument.
         why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({first_line(error)})"
         raise UsageError(
             f"model {model.path!r} is neither a local folder nor whole in the hub's cache {constants.HF_HUB_CACHE}"
-            f"{why}; fetch it once, where there is a network: {prefetch_command(model, has_checker=has_checker)}"
+            f"{why}; fetch it once, where there is a network: "
+            f"{prefetch_command(single or model, has_checker=has_checker)}"
         ) from None
 
 
 @functools.cache
-def _found(model: Model) -> Path:
+def _found(model: Model, has_weights: bool) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
-    return _snapshot(model, file_patterns(model.variant), is_local=True)
+    only = None if has_weights else frozenset[str]()
+    return _snapshot(model, file_patterns(model.variant, only=only), is_local=True)
 
 
-def fetch(model: Model, *, has_checker: bool = False) -> str:
-    """Fetch what is missing of a hub id, only the files that a run reads; a note if the hub could not be asked and the
-    local cache has it already. Raises UsageError if there is nothing to be had."""
-    reason = _refusal(model)
+def fetch(model: Model, *, has_checker: bool = False, checkpoint: Path | None = None) -> str:
+    """Fetch what is missing of a hub id, only the files that a run reads: no weights that a single file has. A note if
+    the hub could not be asked and the local cache has it already. Raises UsageError if there is nothing to be had."""
+    there, reason = _listing(model)
     if reason:
         try:
             _snapshot(model, file_patterns(model.variant), is_local=True)
@@ -53,10 +57,17 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
             ) from None
         return f"the hub gave: {reason}; what its cache holds is left as it is"
     try:
-        place = _snapshot(model, file_patterns(model.variant, has_checker=has_checker))
+        only = None if checkpoint is None else frozenset[str]()
+        place = _snapshot(model, file_patterns(model.variant, has_checker=has_checker, there=there, only=only))
         index = json.loads((place / "model_index.json").read_bytes())
-        if index.get("_class_name") not in FAMILIES:
-            _snapshot(model, generic.patterns(index, model.variant))
+        layout = FAMILIES.get(index.get("_class_name"))
+        if layout is None:
+            _snapshot(model, generic.patterns(index, model.variant, there))
+        elif checkpoint is not None:
+            only = frozenset(layout.components) - components_in(checkpoint, layout.single, layout.components)
+            _snapshot(model, file_patterns(model.variant, has_checker=has_checker, there=there, only=only))
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(
             f"model {model.path!r} could not be fetched as a whole: {first_line(error)}; the same command goes on"
@@ -67,7 +78,7 @@ def fetch(model: Model, *, has_checker: bool = False) -> str:
 
 def prefetch_command(model: Model, *, has_checker: bool = False) -> str:
     """What a person types to fetch a model."""
-    keys = {f"model.{name}": getattr(model, name) for name in ("revision", "variant")}
+    keys = {f"model.{name}": getattr(model, name) for name in ("config", "revision", "variant")}
     keys["engine.safety_checker"] = "true" if has_checker else None
     return shlex.join(["batchgen", "prefetch", model.path, *_settings({k: v for k, v in keys.items() if v})])
 
@@ -88,20 +99,26 @@ def _snapshot(model: Model, patterns: Iterable[str], *, is_local: bool = False) 
     return Path(place)
 
 
-def _refusal(model: Model) -> str:
-    """Why the hub does not give this model, "" if it does."""
+def _listing(model: Model) -> tuple[frozenset[str], str]:
+    """The files that the hub has of a model, and why it does not give it, "" if it does."""
     from huggingface_hub import HfApi
 
     try:
-        HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S)
+        found = HfApi().model_info(model.path, revision=model.revision, timeout=_HUB_TIMEOUT_S)
     except Exception as error:  # the hub package's HTTP client, and so its errors, differ between its versions
-        return first_line(error)
-    return ""
+        return frozenset(), first_line(error)
+    return frozenset(one.rfilename for one in found.siblings or ()), ""
 
 
-def file_patterns(variant: str | None, *, has_checker: bool = False) -> Iterable[str]:
-    """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights."""
-    dotted = f".{variant}" if variant else ""
+def file_patterns(
+    variant: str | None,
+    *,
+    has_checker: bool = False,
+    there: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> Iterable[str]:
+    """The file names to fetch, of whichever family: configuration, tokenizers, and one set of safetensors weights, of
+    all components or only of some. A component that is not `there` in the variant is taken without."""
     yield "model_index.json"
     layouts = FAMILIES.values()
     components = [one.components for one in layouts] + ([one.checker for one in layouts] if has_checker else [])
@@ -109,7 +126,5 @@ def file_patterns(variant: str | None, *, has_checker: bool = False) -> Iterable
         yield f"{name}/{component.config}"
         if component.is_tokenizer:
             yield from (f"{name}/*.json", f"{name}/*.txt", f"{name}/*.jinja")
-        if stem := component.weights:
-            yield f"{name}/{stem}{dotted}.safetensors"
-            yield f"{name}/{stem}{dotted}-*-of-*.safetensors"
-            yield f"{name}/{stem}.safetensors.index{dotted}.json"
+        if component.weights and (only is None or name in only):
+            yield from generic.weights(name, component.weights, variant, there)

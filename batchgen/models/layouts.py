@@ -41,6 +41,9 @@ class Layout:
     length."""
     network: str = "unet"
     """The component that predicts."""
+    single: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """How the names of each component's tensors begin in a single file as the model's authors publish it; empty where
+    such files are not read."""
     checker: Mapping[str, Component] = field(default_factory=dict)
     """The safety checker's components, which are read only if the job asks for it; none where the family has none."""
 
@@ -118,16 +121,43 @@ _CHECKER: Mapping[str, Component] = {
 }
 
 
+_LDM = {"unet": ("model.diffusion_model.",), "vae": ("first_stage_model.", "vae.")}
+_FLOW = {
+    "vae": _LDM["vae"],
+    "text_encoder": ("text_encoders.clip_l.",),
+    "text_encoder_2": ("text_encoders.clip_g.",),
+    "text_encoder_3": ("text_encoders.t5xxl.",),
+}
+_SINGLE = {**_LDM, "text_encoder": ("cond_stage_model.",)}
+_SINGLE_XL = {
+    **_LDM,
+    "text_encoder": ("conditioner.embedders.0.transformer.",),
+    "text_encoder_2": ("conditioner.embedders.1.model.",),
+}
+_SINGLE_3 = {**_FLOW, "transformer": ("model.diffusion_model.joint_blocks.", "joint_blocks.")}
+_SINGLE_FLUX = {
+    "transformer": ("model.diffusion_model.double_blocks.", "double_blocks."),
+    "vae": _LDM["vae"],
+    "text_encoder": _FLOW["text_encoder"],
+    "text_encoder_2": _FLOW["text_encoder_3"],
+}
+_SINGLE_FLUX2 = {
+    "transformer": ("model.diffusion_model.single_stream_modulation.", "single_stream_modulation."),
+}
+
+
 def _of_unet(known: Callable[..., facts.Facts]) -> Callable[[Mapping[str, facts.Config], int], facts.Facts]:
     return lambda configs, length: known(configs["unet"], configs["vae"], configs["scheduler"], length)
 
 
 FAMILIES: Mapping[str, Layout] = {
-    "StableDiffusionPipeline": Layout(_COMPONENTS, _of_unet(unet_facts.stable_diffusion), checker=_CHECKER),
-    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(unet_facts.stable_diffusion_xl)),
-    "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
-    "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
-    "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
+    "StableDiffusionPipeline": Layout(
+        _COMPONENTS, _of_unet(unet_facts.stable_diffusion), single=_SINGLE, checker=_CHECKER
+    ),
+    "StableDiffusionXLPipeline": Layout(_COMPONENTS_XL, _of_unet(unet_facts.stable_diffusion_xl), single=_SINGLE_XL),
+    "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer", _SINGLE_3),
+    "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer", _SINGLE_FLUX),
+    "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer", _SINGLE_FLUX2),
     "QwenImagePipeline": Layout(_COMPONENTS_QWEN, flow_facts.qwen_image, "transformer"),
     "ChromaPipeline": Layout(_COMPONENTS_CHROMA, flow_facts.chroma, "transformer"),
     "ZImagePipeline": Layout(_COMPONENTS_Z, flow_facts.z_image, "transformer"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import diffusers
@@ -12,7 +13,7 @@ from diffusers.pipelines import stable_diffusion
 from safetensors import SafetensorError
 
 from batchgen.errors import UsageError
-from batchgen.models.folder import ModelFolder
+from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
 
 _LIBRARIES: Mapping[str, Any] = {
@@ -24,36 +25,62 @@ _LIBRARIES: Mapping[str, Any] = {
 
 
 def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype) -> dict[str, Any]:
-    """Every component of a checked folder by its name: safetensors only, no remote code.
+    """Every component of a checked folder by its name: safetensors only, no remote code. Those that are deferred come
+    first, and are empty.
 
     Raises UsageError for weights that cannot be read or that do not fill the network.
     """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    dtypes = dict.fromkeys(folder.components, dtype) | {"vae": vae_dtype}
+    single, loaded = folder.in_checkpoint, {}
+    with _errors_named(folder):
+        for name in sorted(folder.components.keys() - single, key=lambda one: one not in folder.deferred):
+            loaded[name] = _load(folder, name, folder.components[name], dtypes[name])
+            if name in folder.deferred:
+                empty(loaded[name])
+        return _load_single(folder, loaded, dtypes) if single else loaded
+
+
+def fill(networks: Sequence[torch.nn.Module], folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> None:
+    """Read the weights of the folder's text encoders, one after another, into networks that are empty. Raises
+    UsageError as `load_components`."""
+    with _errors_named(folder), torch.inference_mode(False):
+        for network, name in zip(networks, folder.encoders, strict=True):
+            read = _load(folder, name, folder.components[name], dtype)
+            for mine, content in zip(network.parameters(), read.parameters(), strict=True):
+                mine.data = content.data.to(device)
+
+
+def empty(network: torch.nn.Module) -> None:
+    """Give the memory of a network's weights back."""
+    for one in network.parameters():
+        one.data = torch.empty(0, dtype=one.dtype, device=one.device)
+
+
+@contextmanager
+def _errors_named(folder: ModelFolder) -> Iterator[None]:
     try:
-        return {
-            name: _load(folder, name, component, vae_dtype if name == "vae" else dtype)
-            for name, component in folder.components.items()
-        }
+        yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error
+        place = folder.checkpoint or folder.path
+        raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
 
 
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:
     place = folder.path / name
     if name == "scheduler":
         return getattr(diffusers, folder.config(name)["_class_name"]).from_pretrained(place)
-    library = _LIBRARIES[component.library]
-    cls = next(getattr(library, one) for one in component.classes if hasattr(library, one))
+    cls = _class(component)
     if component.weights is None:
         return cls.from_pretrained(place)
     network, info = cls.from_pretrained(
         place,
-        variant=folder.variant,
+        variant=folder.variant_of(name),
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
-        **{"torch_dtype" if library is diffusers else "dtype": dtype},
+        **{"torch_dtype" if component.library == "diffusers" else "dtype": dtype},
     )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -62,3 +89,39 @@ def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dty
             f"tensors, the first being {missing[0]!r}; download or convert the folder again"
         )
     return network.eval()
+
+
+def _load_single(folder: ModelFolder, others: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """All components: those of the single file, by the conversion that diffusers has for its pipeline, and others."""
+    try:
+        return _converted(folder, others, dtypes)
+    except (KeyError, NotImplementedError) as error:  # what torch raises where a network is left without content
+        raise UsageError(
+            f"single file {folder.checkpoint} lacks tensors that {folder.path} describes; set model.config to a folder "
+            "or hub id of the file's own architecture, or download the file again"
+        ) from error
+
+
+def _converted(folder: ModelFolder, others: dict[str, Any], dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    if "vae" in folder.in_checkpoint:
+        # In a dtype of its own.
+        others["vae"] = _class(folder.components["vae"]).from_single_file(
+            str(folder.checkpoint),
+            config=str(folder.path),
+            subfolder="vae",
+            torch_dtype=dtypes["vae"],
+            local_files_only=True,
+        )
+    pipeline = getattr(diffusers, folder.family).from_single_file(
+        str(folder.checkpoint),
+        config=str(folder.path),
+        torch_dtype=dtypes[folder.layout.network],
+        local_files_only=True,
+        **others,
+    )
+    return {name: getattr(pipeline, name) for name in folder.components}
+
+
+def _class(component: Component) -> Any:
+    library = _LIBRARIES[component.library]
+    return next(getattr(library, one) for one in component.classes if hasattr(library, one))

@@ -14,9 +14,9 @@ from diffusers import QwenImagePipeline
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from torch import Tensor
 
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Network, Schedule
 from batchgen.models.flow_facts import QWEN_LENGTHS
-from batchgen.models.folder import ModelFolder
 from batchgen.models.loading import load_components
 from batchgen.models.varying import NEGATIVE, PROMPT, VaryingText
 

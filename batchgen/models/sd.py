@@ -12,8 +12,8 @@ from typing import Any
 import diffusers
 import torch
 
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded
-from batchgen.models.folder import ModelFolder
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
 from batchgen.models.safety import SafetyChecker

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import UsageError
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, doubled
-from batchgen.models.folder import ModelFolder
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
 from batchgen.models.transfer import to_device

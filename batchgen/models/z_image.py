@@ -16,9 +16,9 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Network, Schedule
 from batchgen.models.flow_facts import Z_LENGTHS
-from batchgen.models.folder import ModelFolder
 from batchgen.models.loading import load_components
 from batchgen.models.varying import MASK, NEGATIVE, PROMPT, VaryingText
 from batchgen.records import Row

@@ -1,0 +1,116 @@
+"""What a model folder holds, as its files say. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.models import checkpoints, generic
+from batchgen.models.layouts import FAMILIES, Component, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A diffusers folder that has all that its family reads."""
+
+    name: str
+    """As the job names it."""
+    path: Path
+    variant: str | None
+    commit: str | None
+    """The hub's commit; None for a local folder."""
+    files: tuple[str, ...]
+    """All files that decide pixels, relative to `path`."""
+    has_checker: bool = False
+    """Whether the safety checker is read too."""
+    deferred: frozenset[str] = frozenset()
+    """The components whose weights are read anew whenever they have something to do."""
+    checkpoint: Path | None = None
+    """The single file that holds all weights that it knows; `path` is then where the configuration lies."""
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """What model_index.json holds: the pipeline's class and options, and each component's class."""
+        return read_json(self.path / "model_index.json")
+
+    @property
+    def family(self) -> str:
+        """The pipeline's class."""
+        return str(self.index["_class_name"])
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether no family of its own knows the pipeline's class."""
+        return self.family not in FAMILIES
+
+    @property
+    def layout(self) -> Layout:
+        """What the folder has to hold."""
+        return generic.layout(self.index) if self.is_generic else FAMILIES[self.family]
+
+    @property
+    def components(self) -> Mapping[str, Component]:
+        """By their subfolders' names."""
+        layout = self.layout
+        wanted = {**layout.components, **layout.checker} if self.has_checker else layout.components
+        return {name: one for name, one in wanted.items() if not (one.is_optional and self.lacks(name))}
+
+    @property
+    def in_checkpoint(self) -> frozenset[str]:
+        """The components whose weights the single file holds."""
+        if self.checkpoint is None:
+            return frozenset()
+        return checkpoints.components_in(self.checkpoint, self.layout.single, self.components)
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """The text encoders."""
+        return tuple(name for name, one in self.components.items() if one.library == "transformers" and one.weights)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """All files that decide pixels, by name: those of `files`, and a single file as "checkpoint", whatever its own
+        name is."""
+        single = {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
+        return {name: self.path / name for name in self.files} | single
+
+    @property
+    def weights(self) -> list[Path]:
+        """The weights' files."""
+        return [path for path in self.paths.values() if path.suffix == ".safetensors"]
+
+    def variant_of(self, component: str) -> str | None:
+        """The variant that a component's weights are read in: the job's, where the component has it."""
+        dotted = f".{self.variant}"
+        has_it = any(name.startswith(f"{component}/") and dotted in Path(name).name for name in self.files)
+        return self.variant if has_it else None
+
+    def lacks(self, component: str) -> bool:
+        """Whether model_index.json says that a component is not there."""
+        return self.index.get(component) in (None, [None, None])
+
+    @property
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """All JSON configurations that there are, by component, and model_index.json under its own name."""
+        found = self.components.items()
+        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        return {"model_index.json": self.index, **own}
+
+    def config(self, component: str) -> dict[str, Any]:
+        """The component's JSON configuration."""
+        return read_json(self.path / component / self.components[component].config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model file {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"model file {path} holds no JSON object")
+    return content

@@ -1,0 +1,130 @@
+"""What a model takes of a device's memory: its weights by the headers of their files, what it works in by its
+configuration. Needs no torch."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from batchgen.job import Job
+from batchgen.memory import Demand
+from batchgen.models.checkpoints import tensors_of
+from batchgen.models.contents import ModelFolder
+from batchgen.models.facts import Config, Facts
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_DECODED = 8.25
+"""Of the decoder, in values of its last layers' width for each pixel. Peaks measured of eager float16 decodes are 2,060
+bytes a pixel of 512x512 and 1,670 of 1024x1024, with 128 channels; of compiled ones 1,300."""
+_UNET = 70.0
+"""Of a UNet, in values of its first blocks for each latent that they see. A call of SD1.5 works in 26, and graphs of it
+that are captured by blocks were measured to hold 70; of SDXL, captured whole, 18."""
+_SEQUENCE = 60.0
+"""Of a transformer, in values of its width for each token, with as much room for graphs: a call of SD3-medium works in
+29, of FLUX.1 in 17."""
+_UNKNOWN = 600.0
+"""Bytes a pixel in half precision, of a network whose configuration says neither."""
+_TEXTS = 32
+"""Encoded at once on a GPU."""
+
+
+def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
+    """What the job's model needs on its device, taken for a GPU unless the job says that it is the CPU. Raises
+    UsageError for weights that are not whole."""
+    dtype = job.model.dtype or ("float32" if job.engine.device == "cpu" else facts.half_dtype)
+    vae_dtype = job.model.vae_dtype or _vae_dtype(folder, facts, dtype)
+    weights = {
+        name: _weights_bytes(folder, name, vae_dtype if name == "vae" else dtype)
+        for name, one in folder.components.items()
+        if one.weights
+    }
+    network, vae = weights.pop(folder.layout.network, 0), weights.pop("vae", 0)
+    configs = folder.configs
+    scale = max(1, 2 ** (len(configs.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1))
+    token_pixels, token = _token(configs.get(folder.layout.network, {}), configs.get("vae", {}), scale)
+    value = _BYTES[dtype]
+    side = scale * 64 if not configs.get("vae", {}).get("sample_size") else configs["vae"]["sample_size"]
+    return Demand(
+        network=network,
+        vae=vae,
+        encoders=sum(weights.values()),
+        row_pixel=value * token / token_pixels,
+        row=value * token * (facts.text_length or 0) if token_pixels > scale**2 else 0.0,
+        decoded_pixel=_BYTES[vae_dtype] * _DECODED * _width(configs.get("vae", {})),
+        encoding=sum(_encoding(configs[name], facts, value) for name in weights if name in configs),
+        tile=side**2,
+        dtype=dtype,
+    )
+
+
+def _vae_dtype(folder: ModelFolder, facts: Facts, dtype: str) -> str:
+    is_upcast = facts.family == "stable-diffusion-xl" and dtype == "float16"
+    return "float32" if is_upcast and folder.config("vae").get("force_upcast", True) else dtype
+
+
+def _weights_bytes(folder: ModelFolder, component: str, dtype: str) -> int:
+    """transformers keeps a part of T5 in float32 where the rest is in float16."""
+    is_t5 = dtype == "float16" and folder.components[component].classes[0] == "T5EncoderModel"
+    return sum(
+        number * (4 if is_t5 and name == "wo" else _BYTES[dtype])
+        for name, number in _parameters(folder)[component].items()
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _parameters(folder: ModelFolder) -> Mapping[str, Counter[str]]:
+    """Of each component, in T5's matrices `wo` and in all others."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in folder.components}
+    for path in folder.weights:
+        for name, tensor in tensors_of(path).items():
+            component = _owner(folder, path, name)
+            if component is not None:
+                found[component]["wo" if ".wo." in name else ""] += tensor.num_elements
+    return found
+
+
+def _owner(folder: ModelFolder, path: Path, tensor: str) -> str | None:
+    """The component that a tensor is of: in a single file, what is no other's is the network's; averaged weights of
+    training, which lie in some, are nobody's."""
+    if path != folder.checkpoint:
+        return path.relative_to(folder.path).parts[0]
+    if tensor.startswith("model_ema."):
+        return None
+    prefixes = folder.layout.single
+    others = [name for name in folder.in_checkpoint - {folder.layout.network} if tensor.startswith(prefixes[name])]
+    return others[0] if others else folder.layout.network
+
+
+def _token(network: Config, vae: Config, scale: int) -> tuple[int, float]:
+    """Pixels that the network sees as one, and the values that it works in for them."""
+    if "block_out_channels" in network:
+        return scale**2, _UNET * network["block_out_channels"][0]
+    width = network.get("num_attention_heads", 0) * network.get("attention_head_dim", 0)
+    width = width or network.get("hidden_size") or network.get("dim") or 0
+    patch = network.get("patch_size", 1)
+    if not (width and isinstance(patch, int)):
+        return 1, _UNKNOWN / 2
+    is_packed = network.get("in_channels") == 4 * vae.get("latent_channels", 0)
+    return (scale * patch * (2 if is_packed else 1)) ** 2, _SEQUENCE * width
+
+
+def _width(vae: Config) -> int:
+    """Channels of a decoder's last blocks, by the keys that diffusers' autoencoders have."""
+    widths: Any = vae.get("decoder_block_out_channels") or vae.get("block_out_channels") or (vae.get("base_dim", 128),)
+    return int(widths[0])
+
+
+def _encoding(config: Config, facts: Facts, value: int) -> float:
+    """Bytes that a text encoder works in: attention matrices, the feed-forward layers, and the hidden states of all
+    layers where families read those."""
+    config = cast(Config, config.get("text_config") or config)
+    is_t5 = "d_model" in config
+    width = config.get("d_model") or config.get("hidden_size") or 0
+    inner = config.get("d_ff") or config.get("intermediate_size") or 4 * width
+    heads = config.get("num_heads") or config.get("num_attention_heads") or 0
+    layers = 2 if is_t5 else config.get("num_hidden_layers", 0)
+    length = facts.text_length or 512
+    return _TEXTS * length * value * (heads * length + 4 * inner + (4 + layers) * width)
