@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+import batchgen
 from batchgen.bench.commands import bench
 from batchgen.console import end_planned, work
 from batchgen.doctor.commands import doctor
@@ -71,9 +72,8 @@ def run(
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
-    from batchgen.launcher import seats_of, workforce
     from batchgen.progress import reading_bar
-    from batchgen.runner import default_directory, run_job
+    from batchgen.runner import default_directory
     from batchgen.slurm import task as slurm
     from batchgen.slurm.environment import this_task
 
@@ -81,7 +81,6 @@ def run(
     if requeue:
         slurm.check_requeue(task)
     directory = out or default_directory(manifest)
-    seats = seats_of(gpus, workers, job)
 
     def end(ending: Ending) -> None:
         if requeue and ending.is_cut_short:
@@ -89,22 +88,22 @@ def run(
 
     work(
         directory,
-        lambda terms: run_job(
+        lambda terms: batchgen.run(
             manifest,
             directory,
             job,
-            replace(
+            gpus=gpus,
+            workers=workers,
+            extend=extend,
+            terms=replace(
                 terms,
                 may_wait=not no_wait,
                 time_left=slurm.time_left(task, job.slurm.warn_s, say),
-                workforce=workforce(seats) if seats else None,
+                on_planned=lambda planned: say_planned(planned, job),
+                on_reading=reading_bar(),
             ),
-            may_grow=extend,
-            on_planned=lambda planned: say_planned(planned, job),
-            on_reading=reading_bar(),
         ),
         end,
-        num_workers=len(seats) or 1,
     )
 
 
@@ -120,10 +119,9 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     from batchgen.progress import reading_bar
     from batchgen.report import plan_facts, plan_text
-    from batchgen.rundir import plan_manifest
 
     job = job_of(options)
-    planned = plan_manifest(manifest, job, reading_bar())
+    planned = batchgen.plan(manifest, job, on_reading=reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft), indent=2))
         return

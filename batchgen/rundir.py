@@ -110,6 +110,20 @@ class Planned:
     rejections: Rejections
     notes: tuple[str, ...]
 
+    @property
+    def num_images(self) -> int:
+        return self.draft.cut.num_rows
+
+    @property
+    def num_rejected(self) -> int:
+        """Manifest rows that are left out."""
+        return self.draft.survey.num_rejected
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one GPU, as predicted; None where nothing was measured."""
+        return float(self.draft.cut.batch_s.sum()) if self.draft.cost.is_measured else None
+
 
 def plan_manifest(
     names: Sequence[str | Path],

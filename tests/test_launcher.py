@@ -19,7 +19,7 @@ from batchgen.job import load_job
 from batchgen.launcher import gpu_seats, seats_of
 from batchgen.ledger import Ledger, Receipt
 from batchgen.owners import start_time
-from batchgen.progress import Display
+from batchgen.progress import Display, Now
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
 from tests import runs, tiny
@@ -289,7 +289,9 @@ def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
 
 def test_lines_say_for_how_many_they_speak() -> None:
     stream = io.StringIO()
-    with Display(10, 2, 1, stream, num_workers=3) as display:
+    with Display(10, 2, 1, stream) as display:
+        for number in range(3):
+            display.show(Now(), f"worker {number}")
         assert display.line().startswith("3/10 images, as far as these 3 workers know; ")
 
 

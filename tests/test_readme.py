@@ -58,7 +58,7 @@ def test_the_chain_of_all_commands_and_the_python_code_run(tmp_path: Path, monke
         env={"PYTHONPATH": str(runs.ROOT), "PATH": ""}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     closing_line = "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"
-    assert code.stdout.splitlines() == ["2 images", f"{closing_line} 0"], code.stderr
+    assert code.stdout.splitlines() == ["2 images ()", f"{closing_line} 0"], code.stderr
     assert ended[-1].closing_line == closing_line
 
 

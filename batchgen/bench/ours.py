@@ -187,8 +187,12 @@ class Bench:
                 [manifest],
                 Path(scratch) / "out",
                 self.job,
-                Terms(stop=stop, progress=heard.listening, workforce=partial(work, opener=self._open)),
-                on_planned=self._keep_draft,
+                Terms(
+                    stop=stop,
+                    on_planned=self._keep_draft,
+                    progress=heard.listening,
+                    workforce=partial(work, opener=self._open),
+                ),
             )
         return heard
 
