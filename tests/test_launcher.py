@@ -241,16 +241,31 @@ def test_a_device_that_is_not_there_is_a_users_mistake(tmp_path: Path) -> None:
     assert "worker 1: engine.device = 'cuda:7' is not there" in ended.err
 
 
-def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replaced as often as a row is forgiven, and no more."""
+@pytest.mark.parametrize(
+    ("shard_images", "heir"), [(1, "no other takes its place; 1 other worker left"), (2, "worker 2 is started instead")]
+)
+def test_a_crash_of_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_images: int, heir: str
+) -> None:
+    """They are replaced as often as a row is forgiven, and no more. With one shard there is one worker at a time."""
     crash = "from batchgen import worker; worker.Worker.work = lambda self: 1 / 0; main()"
     monkeypatch.setattr(children, "_BOOT", children._BOOT.replace("main()", crash))
     source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
-    ended = runs.run(source, out, "--set", "run.max_deaths=1", "--workers", 2)
+    ended = runs.run(
+        source,
+        out,
+        "--set",
+        "run.max_deaths=1",
+        *ONE_BY_ONE[:2],
+        "--set",
+        f"plan.shard_images={shard_images}",
+        "--workers",
+        2,
+    )
     assert (ended.code, ended.closing_line) == (1, "2 rows = 0 done + 0 failed + 0 rejected + 2 outstanding"), ended
     assert ended.err.count("ZeroDivisionError: division by zero") == 4
     assert ended.err.count("another takes its place") == 2
-    assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
+    assert f"ended with code 1; {heir}" in ended.err
     assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
     assert len(list((out / ".run/starts").glob("*.ended"))) == 1
 
@@ -285,6 +300,15 @@ def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
     assert "worker 1: making 64x64, batch 1, guided, x,e" in text
     assert re.search(r"12/12 images, in \d\d:\d\d, 0 failed, 0 captures", text)
     assert not re.search(r"\b(1[3-9]|[2-9]\d)/12", text)
+
+
+def test_no_more_workers_than_shards_are_started(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    ended = runs.run(source, out, "--set", "plan.shard_images=4", "--workers", 5)
+    check_all(out, ended, 8)
+    assert "2 of 5 workers are started" in ended.err
+    assert "worker 3" not in ended.err
+    assert len(receipts(out)) == 2
 
 
 def test_lines_say_for_how_many_they_speak() -> None:
