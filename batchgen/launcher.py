@@ -139,7 +139,7 @@ class Crew:
     def _say_free(self) -> None:
         if self._num_workers < len(self._free):
             self._progress.say(
-                f"{self._num_workers} of {len(self._free)} workers are started: so many shards are left to make "
+                f"{self._num_workers} of {len(self._free)} workers started: no more shards are left to make "
                 "(a smaller plan.shard_images gives a new run more of them)"
             )
 

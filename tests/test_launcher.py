@@ -225,7 +225,8 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
-    source, small = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640), ("--set", "plan.shard_images=4")
+    source = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640)
+    small = ("--set", "plan.max_batch=4", "--set", "plan.shard_images=4")
     ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait(runs.PATIENCE_S)
     assert ended.code == 75, ended
     assert ended.err.count("the file would exceed the size limit") == 2
@@ -304,9 +305,9 @@ def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
 
 def test_no_more_workers_than_shards_are_started(tmp_path: Path) -> None:
     source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
-    ended = runs.run(source, out, "--set", "plan.shard_images=4", "--workers", 5)
+    ended = runs.run(source, out, "--set", "plan.max_batch=4", "--set", "plan.shard_images=4", "--workers", 5)
     check_all(out, ended, 8)
-    assert "2 of 5 workers are started" in ended.err
+    assert "2 of 5 workers started" in ended.err
     assert "worker 3" not in ended.err
     assert len(receipts(out)) == 2
 
