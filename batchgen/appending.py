@@ -23,11 +23,11 @@ from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of
 from batchgen.plan_index import BucketWork, PlanIndex, Replaced
 from batchgen.plan_reader import PlanReader
+from batchgen.planned import Planned, plan_manifest
 from batchgen.plans import Base, put_plan, write_shards
 from batchgen.presence import present
 from batchgen.ranges import ranges
 from batchgen.rundir import (
-    Planned,
     RunDirectory,
     check_differences,
     check_place,
@@ -35,7 +35,6 @@ from batchgen.rundir import (
     freeze_planned,
     known_rows,
     open_run,
-    plan_manifest,
 )
 from batchgen.wording import counted
 

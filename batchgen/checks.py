@@ -135,7 +135,7 @@ class Rules:
             try:
                 self.facts.sampler_facts(name)
             except UsageError as error:
-                self._refused[name] = str(error)
+                self._refused[name] = str(error).removeprefix(f"{name!r} ")  # Which stands before it.
                 self._known[name] = -1
             else:
                 self._known[name] = len(self.samplers)

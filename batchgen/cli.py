@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+import batchgen
 from batchgen.bench.commands import bench
 from batchgen.console import end_planned, work
 from batchgen.doctor.commands import doctor
@@ -37,7 +38,12 @@ if TYPE_CHECKING:
 @click.version_option(VERSION, prog_name="batchgen")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Offline batch jobs for text-to-image models: a Parquet manifest in, a verified image dataset out."""
+    """Offline batch jobs for text-to-image models: a Parquet manifest in, a verified image dataset out.
+
+    A manifest is a Parquet file (or several) of prompts; `import` makes one of other tables. `run` makes its images in
+    a folder, the run directory, and goes on there if it was stopped. `plan` says beforehand what it would do,
+    `status`, `report` and `sheet` show what it has done.
+    """
     if context.invoked_subcommand != "run":  # Which hears signals once it can obey them.
         hear()
 
@@ -47,15 +53,24 @@ def cli(context: click.Context) -> None:
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Run directory [default: <manifest's name>-out].")
 @with_job_options
 @click.option(
-    "--grace", type=float, metavar="SECONDS", help="Time from a stop signal to the last commit [default: 25]."
+    "--grace",
+    type=float,
+    metavar="SECONDS",
+    help="From Ctrl-C or another stop signal until what is finished is saved [default: 25].",
 )
-@click.option("--no-wait", is_flag=True, help="Exit when the only rows left are held by other workers.")
-@click.option("--extend", is_flag=True, help="Append the rows that MANIFEST has more than the run.")
+@click.option("--no-wait", is_flag=True, help="End, rather than wait, when other workers hold all rows that are left.")
+@click.option("--extend", is_flag=True, help="Make the rows that were added to MANIFEST, too.")
 @click.option(
     "--requeue", is_flag=True, help="In a Slurm job: queue it again if its time is over or another job takes its place."
 )
-@click.option("--gpus", metavar="all|N|0,2", help="A worker process on each of these GPUs [default: one, in here].")
-@click.option("--workers", type=click.IntRange(1, 64), help="So many worker processes on the job's device.")
+@click.option(
+    "--gpus",
+    metavar="all|N|0,2",
+    help="A process on each of these GPUs: all, the first N, or by number [default: this process, on the first].",
+)
+@click.option(
+    "--workers", type=click.IntRange(1, 64), metavar="N", help="So many processes on one device, such as the CPU."
+)
 def run(
     manifest: tuple[str, ...],
     out: Path | None,
@@ -66,14 +81,15 @@ def run(
     workers: int | None,
     **options: Any,
 ) -> NoReturn:
-    """Make all rows of MANIFEST; the same command resumes.
+    """Make all images of MANIFEST; the same command resumes.
+
+    MANIFEST is a Parquet file, several, a folder or a glob.
 
     \b
     Example: batchgen run prompts.parquet -o out --model ./stable-diffusion-v1-5
     """
-    from batchgen.launcher import seats_of, workforce
     from batchgen.progress import reading_bar
-    from batchgen.runner import default_directory, run_job
+    from batchgen.runner import default_directory
     from batchgen.slurm import task as slurm
     from batchgen.slurm.environment import this_task
 
@@ -81,7 +97,6 @@ def run(
     if requeue:
         slurm.check_requeue(task)
     directory = out or default_directory(manifest)
-    seats = seats_of(gpus, workers, job)
 
     def end(ending: Ending) -> None:
         if requeue and ending.is_cut_short:
@@ -89,41 +104,42 @@ def run(
 
     work(
         directory,
-        lambda terms: run_job(
+        lambda terms: batchgen.run(
             manifest,
             directory,
             job,
-            replace(
+            gpus=gpus,
+            workers=workers,
+            extend=extend,
+            terms=replace(
                 terms,
                 may_wait=not no_wait,
                 time_left=slurm.time_left(task, job.slurm.warn_s, say),
-                workforce=workforce(seats) if seats else None,
+                on_planned=lambda planned: say_planned(planned, job),
+                on_reading=reading_bar(),
             ),
-            may_grow=extend,
-            on_planned=lambda planned: say_planned(planned, job),
-            on_reading=reading_bar(),
         ),
         end,
-        num_workers=len(seats) or 1,
     )
 
 
 @cli.command()
 @click.argument("manifest", nargs=-1, required=True)
 @with_job_options
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Check MANIFEST and print what a run would make.
+
+    Groups of like rows, batches, images, bytes and, where it was measured, time. No model is loaded.
 
     \b
     Example: batchgen plan prompts.parquet --model ./stable-diffusion-v1-5
     """
     from batchgen.progress import reading_bar
     from batchgen.report import plan_facts, plan_text
-    from batchgen.rundir import plan_manifest
 
     job = job_of(options)
-    planned = plan_manifest(manifest, job, reading_bar())
+    planned = batchgen.plan(manifest, job, on_reading=reading_bar())
     if as_json:
         click.echo(json.dumps(plan_facts(planned.draft, job, planned.demand), indent=2))
         return
@@ -133,8 +149,10 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--check", is_flag=True, help="Exit as a run would: 0, 3, or 75 while rows are outstanding.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option(
+    "--check", is_flag=True, help="End as a run would: 0 all made, 3 some failed, 75 some are still to be made."
+)
 @click.option(
     "--watch",
     "watch_s",
@@ -142,7 +160,7 @@ def plan(manifest: tuple[str, ...], as_json: bool, **options: Any) -> None:
     flag_value=5.0,
     type=click.FloatRange(0.1, 86400),
     metavar="[SECONDS]",
-    help="Again and again, every 5 seconds or so many, until all rows are settled; to be written behind DIRECTORY.",
+    help="Print it again every 5 seconds, or so many, until all rows are made or failed; stands behind DIRECTORY.",
 )
 def status(directory: Path, as_json: bool, check: bool, watch_s: float | None) -> None:
     """Print where the run in DIRECTORY stands.
@@ -163,8 +181,8 @@ def status(directory: Path, as_json: bool, check: bool, watch_s: float | None) -
         sys.exit(balance.exit_code)
 
 
-_moved_model = click.option("--model", metavar="PATH", help="Where the run's model lies by now, if it was moved.")
-_plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, and let `run` make its rows.")
+_moved_model = click.option("--model", metavar="PATH", help="Where the model lies by now, if its folder was moved.")
+_plan_only = click.option("--plan-only", is_flag=True, help="Plan these rows and stop; the next `run` makes them.")
 
 
 @cli.command()
@@ -174,6 +192,8 @@ _plan_only = click.option("--plan-only", is_flag=True, help="Append the plan, an
 @_plan_only
 def verify(directory: Path, repair: bool, model: str | None, plan_only: bool) -> NoReturn:
     """Read all images in DIRECTORY again and name the faults.
+
+    It ends with 0 if there is none, else with 3.
 
     \b
     Example: batchgen verify prompts-out --repair
@@ -260,9 +280,13 @@ def retry(directory: Path, model: str | None, plan_only: bool) -> NoReturn:
 
 @cli.command()
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--partial", is_flag=True, help="Tables of what is made so far, under names of their own.")
+@click.option(
+    "--partial", is_flag=True, help="Of what is made so far: metadata.partial.parquet, failures.partial.parquet."
+)
 def finalize(directory: Path, partial: bool) -> None:
     """Write DIRECTORY's tables, dataset card and _SUCCESS.
+
+    A run does so itself when all its rows are made or failed.
 
     \b
     Example: batchgen finalize prompts-out --partial

@@ -7,8 +7,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +19,6 @@ from batchgen.wording import counted
 if TYPE_CHECKING:
     from batchgen.balance import Balance
     from batchgen.plan_index import PlanIndex
-    from batchgen.progress import Display
     from batchgen.runner import Ending, Terms
 
 
@@ -29,10 +26,10 @@ def work(
     directory: Path,
     begin: Callable[[Terms], Ending],
     on_ended: Callable[[Ending], None] = lambda ending: None,
-    num_workers: int = 1,
 ) -> NoReturn:
     """Let workers run, with signals heard and progress shown, and end as the run ends."""
     from batchgen.cores import limit_threads
+    from batchgen.progress import showing
     from batchgen.rundir import RunDirectory
     from batchgen.runner import Terms
     from batchgen.starts import Starts
@@ -50,7 +47,7 @@ def work(
         try:
             hear()
             with starts.noting():
-                ending = begin(Terms(stop=stop, on_opened=open_balance, progress=partial(_display, num_workers)))
+                ending = begin(Terms(stop=stop, on_opened=open_balance, progress=showing))
                 starts.end(is_early=ending.is_early)
         except Stopped:
             end_idle(directory, stop.signal_name, on_ended)
@@ -97,15 +94,6 @@ def end_planned(directory: Path) -> NoReturn:
     if balance is not None and balance.outstanding:
         say("the command that began the run makes what is outstanding, as do tasks of `batchgen submit --resume`")
     sys.exit(0)
-
-
-@contextmanager
-def _display(num_workers: int, balance: Balance) -> Iterator[Display]:
-    from batchgen.progress import Display
-
-    total = balance.done + balance.failed + balance.outstanding
-    with Display(total, balance.done, balance.failed, num_workers=num_workers) as display:
-        yield display
 
 
 def say_balance(directory: Path) -> Balance | None:

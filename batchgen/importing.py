@@ -16,16 +16,31 @@ _MANY = 2**40
 @click.command(name="import")
 @click.argument("source", required=False)
 @click.option("-o", "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="The manifest.")
-@click.option("--column", "columns", multiple=True, metavar="NAME=SOURCE", help="Our column from SOURCE's column.")
-@click.option("--split", help="Of a data set.")
-@click.option("--grid", multiple=True, metavar="NAME=VALUES", help="Each row once for each of a,b or of @FILE's lines.")
 @click.option(
-    "--template", "templates", multiple=True, metavar="TEXT|@FILE", help='Prompts from columns: "a {color} {animal}".'
+    "--column",
+    "columns",
+    multiple=True,
+    metavar="NAME=SOURCE",
+    help="The manifest's column from SOURCE's, such as prompt=caption.",
+)
+@click.option("--split", help="Which split of a data set.")
+@click.option(
+    "--grid", multiple=True, metavar="NAME=VALUES", help="Each row once with each value: steps=20,30 or steps=@FILE."
 )
 @click.option(
-    "--sizes", type=click.Path(path_type=Path), metavar="FILE", help="Each row in each size of a file, 768x512 a line."
+    "--template",
+    "templates",
+    multiple=True,
+    metavar="TEXT|@FILE",
+    help='Prompts of columns and grids: "a {color} {animal}".',
 )
-@click.option("--one-size", is_flag=True, help="Each row in one of the sizes, drawn by its id.")
+@click.option(
+    "--sizes",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Each row in each size of a file with one a line, such as 768x512.",
+)
+@click.option("--one-size", is_flag=True, help="Each row in only one of the sizes, drawn by its id.")
 @click.option(
     "--num-images", type=click.IntRange(1, 2**31 - 1), metavar="N", help="Images of each row, each with its own seed."
 )
@@ -33,13 +48,15 @@ _MANY = 2**40
     "--max-images",
     type=click.IntRange(1, _MANY),
     metavar="N",
-    help="Refuse to make rows for more [default: 10000000].",
+    help="Refuse what would be more images than this [default: 10000000].",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing manifest.")
 def import_(
     source: str | None, out: Path, columns: tuple[str, ...], split: str | None, overwrite: bool, **options: Any
 ) -> None:
     """Make a manifest of a csv, tsv, jsonl, txt, data set or grid.
+
+    SOURCE is a file, or a Hugging Face data set's name or folder; without it, rows come from templates and grids.
 
     \b
     Example: batchgen import captions.csv -o prompts.parquet --column prompt=caption --grid steps=20,30

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from batchgen.children import Child, wait_for_lines
 from batchgen.cores import thread_settings, usable_cores
@@ -93,15 +94,18 @@ class Crew:
 
     A process that crashes (a signal, a lost GPU, a bug) is replaced: until `run.max_deaths` in a row of its seat have
     ended without a commit, or one more than twice as many in the last seat that is left. So a broken GPU alone never
-    makes a row fail while others are sound, and a row that ends every process does fail.
+    makes a row fail while others are sound, and a row that ends every process does fail. Seats beyond the shards
+    that are left stay free, for a process that a crash leaves without a place.
     """
 
     def __init__(self, seats: tuple[Seat, ...], task: Task, stop: Stop, progress: Progress) -> None:
         self._task = task
         self._stop = stop
         self._progress = progress
-        self._cores = max(1, usable_cores() // len(seats))
-        self._orders = {seat: self._order(seat, len(seats)) for seat in seats}
+        self._num_workers = max(1, _num_open(task, len(seats)))
+        self._free = list(seats)
+        self._cores = max(1, usable_cores() // self._num_workers)
+        self._orders = {seat: self._order(seat) for seat in seats}
         self._deaths = dict.fromkeys(seats, 0)
         self._codes: dict[Seat, int] = {}
         """What the last process of a seat ended with."""
@@ -117,9 +121,10 @@ class Crew:
         Raises StopNow, and what ends a run, once all have ended.
         """
         try:
-            for seat in self._orders:
+            self._say_free()
+            for _ in range(self._num_workers):
                 if not self._stop.is_asked:
-                    self._start(seat)
+                    self._start(self._free.pop(0))
             self._attend()
         except Exception:
             self._tell(signal.SIGTERM)
@@ -131,7 +136,14 @@ class Crew:
             self._stop.ask(OUT_OF_TIME)
         return next((code for code in _CODES if code in self._codes.values()), 0)
 
-    def _order(self, seat: Seat, num_seats: int) -> Order:
+    def _say_free(self) -> None:
+        if self._num_workers < len(self._free):
+            self._progress.say(
+                f"{self._num_workers} of {len(self._free)} workers started: no more shards are left to make "
+                "(a smaller plan.shard_images gives a new run more of them)"
+            )
+
+    def _order(self, seat: Seat) -> Order:
         task, job = self._task, self._task.job
         encoders = num_encoder_threads(job.output, self._cores)
         tables = {
@@ -139,7 +151,7 @@ class Crew:
             "output": job.output.model_copy(update={"encoders": encoders}),
             "engine": job.engine.model_copy(update={"device": seat.device or job.engine.device}),
         }
-        num_others = task.num_others + num_seats - 1
+        num_others = task.num_others + self._num_workers - 1
         own_job = job.model_copy(update=tables)
         return Order(task.run.path.resolve(), own_job, task.left, num_others, task.may_wait, task.time_left)
 
@@ -238,11 +250,16 @@ class Crew:
     def _replace(self, seat: Seat, child: Child, account: Account, *, is_crash: bool) -> None:
         """Say how a process ended, and start another if it crashed and may be replaced."""
         self._deaths[seat] = 0 if account.has_committed else self._deaths[seat] + 1
-        is_replaced = is_crash and account.num_left > 0 and self._deaths[seat] < self._limit()
-        what_now = "another takes its place" if is_replaced else self._what_now(account.num_left, self._deaths[seat])
+        is_missed = is_crash and account.num_left > 0
+        heir = seat if is_missed and self._deaths[seat] < self._limit() else None
+        if is_missed and heir is None and self._free:
+            heir = self._free.pop(0)
+        what_now = self._what_now(account.num_left, self._deaths[seat])
+        if heir is not None:
+            what_now = "another takes its place" if heir is seat else f"{heir.name} is started instead"
         self._progress.say(f"{seat.name}: {_epitaph(child)}; {what_now}")
-        if is_replaced:
-            self._start(seat)
+        if heir is not None:
+            self._start(heir)
 
     def _settle(self, child: Child) -> Account:
         """Make the progress what the receipts say of a process that has ended."""
@@ -259,7 +276,7 @@ class Crew:
     def _limit(self) -> int:
         """Deaths of a seat after which it stays empty."""
         max_deaths = self._task.job.run.max_deaths
-        return max_deaths if self._at_work else 2 * max_deaths + 1
+        return max_deaths if self._at_work or self._free else 2 * max_deaths + 1
 
     def _what_now(self, num_left: int, num_deaths: int) -> str:
         if not num_left:
@@ -267,6 +284,12 @@ class Crew:
         why = f", after {num_deaths} in a row without a commit" if num_deaths > 1 else ""
         others = counted(len(self._at_work), "other worker")
         return f"no other takes its place{why}; {others if self._at_work else 'no worker'} left"
+
+
+def _num_open(task: Task, most: int) -> int:
+    """Shards with rows that are not settled, counted up to so many."""
+    states = task.ledger.states(task.index.shards)
+    return sum(1 for _ in islice(filter(task.index.left, states), most))
 
 
 def _epitaph(child: Child) -> str:

@@ -14,29 +14,41 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _JOB_OPTIONS = [
-    click.option("--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML)."),
-    click.option("--model", help='"pattern", a diffusers folder or a hub id [default: "demo"].'),
+    click.option(
+        "--job", "job_file", type=click.Path(dir_okay=False), help="Job file (TOML); `batchgen job init` writes one."
+    ),
+    click.option("--model", help='A diffusers folder, a fetched hub id, "demo" or "pattern" [default: "demo"].'),
     click.option(
         "--format",
         "output_format",
         type=click.Choice(["files", "webdataset", "parquet"]),
-        help="Of the images [default: files].",
+        help="Image folders, tars, or Parquet files with images [default: files].",
     ),
     click.option(
         "--on-bad-row",
         type=click.Choice(["stop", "skip"]),
-        help="Refuse the manifest, or leave rows out [default: stop].",
+        help="On rows that cannot be made as asked: make none, or leave them out [default: stop].",
     ),
     click.option(
-        "--size-policy", type=click.Choice(["strict", "round"]), help="Whether sizes may be rounded [default: strict]."
+        "--size-policy",
+        type=click.Choice(["strict", "round"]),
+        help="Sizes that the model cannot do are wrong, or are rounded [default: strict].",
     ),
     click.option(
-        "--on-truncate", type=click.Choice(["warn", "error"]), help="Whether prompts may be cut [default: warn]."
+        "--on-truncate",
+        type=click.Choice(["warn", "error"]),
+        help="Prompts that are longer than the model reads are cut and counted, or are wrong [default: warn].",
+    ),
+    click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="TABLE.KEY=VALUE",
+        help="Any key of a job file, such as sampling.steps=30; may be given several times.",
     ),
     click.option(
         "--max-memory", metavar="SIZE", help='Of a GPU, such as "24GB": plan for it, take no more [default: all].'
     ),
-    click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file."),
 ]
 _SHORT_FORMS = {
     "model": "model.path",

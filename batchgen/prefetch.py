@@ -15,7 +15,7 @@ from batchgen.wording import counted
     "overrides",
     multiple=True,
     metavar="TABLE.KEY=VALUE",
-    help="model.variant, model.revision, model.config, engine.safety_checker.",
+    help="Only model.variant, model.revision, model.config and engine.safety_checker.",
 )
 def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
     """Fetch a hub model's files, so that runs need no network.

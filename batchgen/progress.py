@@ -10,15 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TextIO
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from batchgen.pace import Pace
 from batchgen.wording import counted, shorten
 
 if TYPE_CHECKING:
+    from batchgen.balance import Balance
+
     _Tqdm = tqdm[NoReturn]
 else:
     _Tqdm = tqdm
+IS_NOTEBOOK = "tqdm.notebook" in {one.__module__ for one in tqdm.__mro__}
+"""Whether tqdm shows its bars as widgets."""
 LINE_EVERY_S = 30.0
 REFRESH_EVERY_S = 1.0
 """Of a terminal: clocks go on while no image is made."""
@@ -108,19 +112,18 @@ class _Bar(_Tqdm):
 
     @property
     def columns(self) -> int:
-        """Of the terminal."""
-        return int(super().format_dict["ncols"] or 80)
+        """Of the terminal; a notebook has as many as there are words."""
+        return 1000 if IS_NOTEBOOK else int(super().format_dict["ncols"] or 80)
 
 
 class Display:
-    """Bars or lines on standard error: of all images one, with images/s, time left, failed rows and captures; below it
-    a line for each worker, with what it is at."""
+    """Bars on a terminal's standard error or in a notebook, else lines: of all images one, with images/s, time left,
+    failed rows and captures; below it a line for each worker, with what it is at."""
 
-    def __init__(self, total: int, done: int, failed: int, stream: TextIO | None = None, num_workers: int = 1) -> None:
-        self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
+    def __init__(self, total: int, done: int, failed: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or (sys.stdout if IS_NOTEBOOK else sys.stderr)
+        self._has_bars = IS_NOTEBOOK or self._stream.isatty()
         self._failed = failed
-        self._who = "this worker knows" if num_workers == 1 else f"these {num_workers} workers know"
         self._settled, self._total = done + failed, total
         self._pace = Pace(self._settled)
         self._started_s, self._refreshed_s = time.monotonic(), 0.0
@@ -165,14 +168,15 @@ class Display:
             self._now[who] = now, since
             if before.preparing and not now.preparing:
                 self._pace.begin()
-            if who not in self._bars and self._is_terminal:
-                self._bars[who] = self._new_bar("{said}", total=1, position=len(self._bars) + 1, leave=False)
+            if who not in self._bars and self._has_bars:
+                self._bars[who] = self._new_bar("{said}", total=None, position=len(self._bars) + 1, leave=False)
             self._refresh()
 
     def line(self) -> str:
         """The state in one line."""
         with self._lock:
-            known = f"{self._settled}/{self._total} images, as far as {self._who}"
+            who = f"these {len(self._now)} workers know" if len(self._now) > 1 else "this worker knows"
+            known = f"{self._settled}/{self._total} images, as far as {who}"
             rate = self._pace.rate()
             pace = f"{rate or 0.0:.2f} images/s here, time left {self._left(rate)} without others"
             at = "; ".join(filter(None, map(self._worker, self._now)))
@@ -180,7 +184,11 @@ class Display:
 
     def _new_bar(self, bar_format: str, **options: Any) -> _Bar:
         return _Bar(
-            bar_format=bar_format, dynamic_ncols=True, file=self._stream, disable=not self._is_terminal, **options
+            bar_format=bar_format,
+            dynamic_ncols=not IS_NOTEBOOK,
+            file=self._stream,
+            disable=not self._has_bars,
+            **options,
         )
 
     @property
@@ -205,7 +213,7 @@ class Display:
         return f"{who}: {what}" if who else what
 
     def _refresh(self) -> None:
-        if not self._is_terminal or time.monotonic() - self._refreshed_s < MIN_REFRESH_S:
+        if not self._has_bars or time.monotonic() - self._refreshed_s < MIN_REFRESH_S:
             return
         with self._lock:
             self._refreshed_s = time.monotonic()
@@ -216,11 +224,19 @@ class Display:
                 bar.refresh()
 
     def _go_on(self) -> None:
-        while not self._ended.wait(REFRESH_EVERY_S if self._is_terminal else LINE_EVERY_S):
-            if self._is_terminal:
+        while not self._ended.wait(REFRESH_EVERY_S if self._has_bars else LINE_EVERY_S):
+            if self._has_bars:
                 self._refresh()
             else:
                 self.say(self.line())
+
+
+@contextmanager
+def showing(balance: Balance) -> Iterator[Display]:
+    """The display of a run that stands so."""
+    total = balance.done + balance.failed + balance.outstanding
+    with Display(total, balance.done, balance.failed) as display:
+        yield display
 
 
 def reading_bar() -> Callable[[int, int], None]:
@@ -229,7 +245,7 @@ def reading_bar() -> Callable[[int, int], None]:
 
     def read(rows: int, total: int) -> None:
         if not bars:
-            is_hidden = not sys.stderr.isatty()
+            is_hidden = not (IS_NOTEBOOK or sys.stderr.isatty())
             bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
         bars[0].update(rows)
         if bars[0].n >= total:

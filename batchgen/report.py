@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +24,8 @@ _BYTES_PER_PIXEL = {"png": 1.5, "jpeg": 0.4, "webp": 0.25}
 _MAX_GROUPS = 60
 _MAX_LINES = 40
 """Of a table of workers or shards."""
+_COLUMNS, _LAST = 80, 12
+"""Of a terminal; of a table's last column at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +72,30 @@ def plan_text(drafted: Draft, job: Job, demand: Demand | None = None) -> str:
     """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time; and, of a model
     that needs it, what memory its batches fit into."""
     summaries = summarise(drafted)
-    header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle", "seconds"]
+    header = ["size", "guided", "sampler", "images", "padded", "idle", "seconds", "batch×number"]
     lines = [
         [
             f"{one.group.width}×{one.group.height}{one.group.lengths}",
             "yes" if one.group.is_guided else "no",
             sampler_text(one.group),
             f"{one.images:,}",
-            " ".join(f"{size}×{count:,}" for size, count in one.batches.items()),
             f"{one.padded:,}",
             f"{one.idle_evaluations:,}",
             f"{one.seconds:,.0f}" if drafted.cost.is_measured else "?",
+            " ".join(f"{size}×{count:,}" for size, count in one.batches.items()),
         ]
         for one in summaries[:_MAX_GROUPS]
     ]
     if len(summaries) > _MAX_GROUPS:
         lines.append([f"… {len(summaries) - _MAX_GROUPS} more groups"] + [""] * (len(header) - 1))
     fitting = [] if demand is None else memory.lines(job, demand, [(one.group, max(one.batches)) for one in summaries])
-    return "\n".join([*_table(header, lines), "", *_totals(drafted, job, summaries), *fitting])
+    return "\n".join([*_table(header, lines, _COLUMNS), "", *_totals(drafted, job, summaries), *fitting])
 
 
 def sampler_text(group: Group) -> str:
-    """Which samplers a group's rows have."""
+    """Which sampler a group's rows have, or which update form all of theirs have."""
     skipped = f" but the first {group.skipped}" if group.skipped else ""
-    return f"{group.sampler}, {group.steps} steps{skipped}" if group.sampler else f"any of form {group.form}"
+    return f"{group.sampler}, {group.steps} steps{skipped}" if group.sampler else f"form {group.form}"
 
 
 def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list[str]:
@@ -205,10 +208,19 @@ def status_facts(index: PlanIndex, balance: Balance, *, is_finalized: bool) -> d
     }
 
 
-def _table(header: list[str], lines: Sequence[list[str]]) -> list[str]:
+def _table(header: list[str], lines: Sequence[list[str]], columns: int = 1000) -> list[str]:
+    """Columns side by side; where they need more than so many of a terminal, the last one goes on in lines below."""
     widths = [max(len(line[column]) for line in [header, *lines]) for column in range(len(header))]
-    padded = [[text.ljust(width) for text, width in zip(line, widths, strict=True)] for line in [header, *lines]]
-    return ["  ".join(line).rstrip() for line in padded]
+    last = min(widths.pop(), max(_LAST, columns - sum(widths) - 2 * len(widths)))
+    begin = "".join(f"{{:{width}}}  " for width in widths)
+    shown = []
+    for line in [header, *lines]:
+        texts = textwrap.wrap(line[-1], last) or [""]
+        shown += [
+            begin.format(*line[:-1]) + texts[0],
+            *(" " * len(begin.format(*line[:-1])) + one for one in texts[1:]),
+        ]
+    return [line.rstrip() for line in shown]
 
 
 def _share(part: int, whole: int) -> str:

@@ -29,9 +29,10 @@ from batchgen.modes import settle, settle_dtype
 from batchgen.owners import end, this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
+from batchgen.planned import Planned
 from batchgen.presence import intact, present
 from batchgen.progress import AtWork, Progress, Quiet
-from batchgen.rundir import Planned, RunDirectory, open_run
+from batchgen.rundir import RunDirectory, open_run
 from batchgen.stopping import Stop
 from batchgen.timeleft import TimeLeft
 from batchgen.worker import Worker
@@ -102,6 +103,10 @@ class Terms:
     time_left: TimeLeft = field(default_factory=TimeLeft)
     on_opened: Callable[[PlanIndex, Balance], None] = lambda index, balance: None
     """Told of the plans and how the run stands, before it is worked off and whenever a plan was appended meanwhile."""
+    on_reading: Callable[[int, int], None] = lambda rows, total: None
+    """Told of the manifest's rows just read, and of all."""
+    on_planned: Callable[[Planned], None] = lambda planned: None
+    """Told of a new plan before it is frozen."""
     progress: ProgressFactory = lambda balance: nullcontext(Quiet())
     workforce: Workforce | None = None
     """None for `work`: this process, by the job's own model."""
@@ -114,8 +119,6 @@ def run_job(
     terms: Terms | None = None,
     *,
     may_grow: bool = False,
-    on_planned: Callable[[Planned], None] = lambda planned: None,
-    on_reading: Callable[[int, int], None] = lambda rows, total: None,
 ) -> Ending:
     """Make every row of a manifest that has not been made yet, in the run directory `out`. With `may_grow`, rows that
     its plans lack are appended.
@@ -123,9 +126,9 @@ def run_job(
     Raises UsageError for a manifest, job, model or directory that cannot be used, Interrupted where the disk is
     full or lost.
     """
-    run = RunDirectory(out)
+    run, terms = RunDirectory(out), terms or Terms()
     with intact(run):
-        index = (extend if may_grow else open_run)(run, manifest, job, on_planned, on_reading)
+        index = (extend if may_grow else open_run)(run, manifest, job, terms.on_planned, terms.on_reading)
     return run_planned(run, index, job, terms)
 
 

@@ -8,7 +8,7 @@ import click
 
 if TYPE_CHECKING:
     from batchgen.job import Job
-    from batchgen.rundir import Planned
+    from batchgen.planned import Planned
 
 
 def say(text: str) -> None:

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.models.demo.captions import plain
-from batchgen.models.demo.scenes import held_out_scenes, words_of
+from batchgen.models.demo.scenes import Scene, held_out_scenes, words_of
+from batchgen.models.demo.vocabulary import named
 
 SCHEMA = pa.schema(
     [
@@ -33,8 +34,8 @@ SCHEMA = pa.schema(
 SDXL_SIZES = Path(__file__).parent.parent / "tests" / "data" / "sdxl_sizes.csv"
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black", "pink", "grey")
-THINGS = ("apple", "cube", "bicycle", "teapot", "sailboat", "lantern", "umbrella", "feather", "bridge", "cat")
-SCENES = ("on a table", "in the snow")
+THINGS = ("apple", "fox", "bicycle", "rocket", "sailboat", "balloon", "umbrella", "feather", "tree", "cat")
+SIZES = ("small", "large")
 
 QUICKSTART = (
     # id, prompt, negative prompt, width, height, steps, guidance scale, seed
@@ -72,7 +73,10 @@ def quickstart() -> pa.Table:
 
 def mixed_sizes() -> pa.Table:
     """200 rows over SDXL's 40 aspect ratios at an eighth of the length, with mixed steps and guidance."""
-    subjects = [f"a {colour} {thing} {scene}" for scene, colour, thing in product(SCENES, COLOURS, THINGS)]
+    subjects = [
+        plain(Scene(colour, (named(thing),), size, "in the middle"))
+        for size, colour, thing in product(SIZES, COLOURS, THINGS)
+    ]
     sizes = islice(cycle(_small_sizes()), len(subjects))
     steps = cycle((4, 6, 8, 12, None, 8, 5))
     scales = cycle((7.5, 1.0, 5.0, None, 3.0))

@@ -17,7 +17,8 @@ from batchgen.ledger import Ledger
 from batchgen.owners import this_process
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
-from batchgen.rundir import Planned, RunDirectory, open_run, plan_manifest
+from batchgen.planned import Planned, plan_manifest
+from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import Ending, run_job
 
 _MEMORY = Path("/dev/shm")

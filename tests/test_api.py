@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import nbclient
+import nbformat
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+import batchgen
+from batchgen.errors import UsageError
+from tests import runs
 
 SCRIPT = """
 import batchgen
@@ -16,6 +25,11 @@ for _ in range(2):
     assert batchgen.plan("m.parquet", job).draft.cut.num_rows == 3
     assert batchgen.run("m.parquet", "out", job).balance.done == 3
 print(batchgen.__version__)
+"""
+
+NOTEBOOK = """
+job = batchgen.load_job(None, ["model.path=pattern"])
+print(batchgen.run("m.parquet", "out", job).balance.done)
 """
 
 
@@ -28,3 +42,37 @@ def test_the_api_does_what_it_says_twice(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = batchgen.load_job(None, ["model.path=pattern"])
+    assert batchgen.run(runs.prompts(tmp_path / "m.parquet", 2), job=job).balance.done == 2
+    source = runs.prompts(tmp_path / "m.parquet", 3)
+    with pytest.raises(UsageError, match="--extend to make the added rows too"):
+        batchgen.run(source, "m-out", job)
+    ending = batchgen.run([source], "m-out", job, extend=True, workers=1)
+    assert (ending.balance.done, ending.exit_code) == (3, 0)
+    assert len(runs.check_images(tmp_path / "m-out")) == 3
+    with pytest.raises(UsageError, match="leave one out"):
+        batchgen.run(source, "m-out", job, gpus=2, workers=2)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.prompts(tmp_path / "m.parquet", 3)
+    for name, value in {"PYTHONPATH": runs.ROOT, "IPYTHONDIR": tmp_path, "JUPYTER_RUNTIME_DIR": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    cell = nbformat.v4.new_code_cell(SCRIPT.splitlines()[1] + NOTEBOOK)
+    book = nbformat.v4.new_notebook(cells=[cell])
+    options = {"timeout": 200, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
+    nbclient.NotebookClient(book, store_widget_state=True, **options).execute()
+    shown, *_, said = cell.outputs
+    assert "application/vnd.jupyter.widget-view+json" in shown.data
+    assert said.text == "3\n"
+    widgets = book.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"].values()
+    bars = [one["state"] for one in widgets if one["model_name"] == "FloatProgressModel"]
+    texts = [one["state"]["value"].replace("\u2007", " ") for one in widgets if one["model_name"] == "HTMLModel"]
+    assert (3, 3, "success") in [(one["value"], one["max"], one["bar_style"]) for one in bars]
+    assert "100%" in texts
+    assert any(re.fullmatch(r" 3/3 images, in \d\d:\d\d, 0 failed, 0 captures", text) for text in texts)

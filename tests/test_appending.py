@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen import finalize as finalizing
-from batchgen import identity, known, rundir, survey
+from batchgen import identity, known, planned, survey
 from batchgen.appending import append_rows, extend, failed, job_of
 from batchgen.errors import UsageError
 from batchgen.finalize import finalize
@@ -208,8 +208,8 @@ def test_a_manifest_that_has_grown_is_read_once(tmp_path: Path, monkeypatch: pyt
         num_read[0] += 1
         return real(*arguments)
 
-    real = rundir.survey
-    monkeypatch.setattr(rundir, "survey", counted)
+    real = planned.survey
+    monkeypatch.setattr(planned, "survey", counted)
     assert runs.run(runs.prompts(tmp_path / "m.parquet", 5), out, "--extend").code == 0
     assert num_read == [1]
     assert len(runs.check_images(out)) == 5

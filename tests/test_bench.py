@@ -13,7 +13,7 @@ import pytest
 from batchgen.bench import plan
 from batchgen.bench.plan import PlanBench, bench_plan, write_manifest
 from batchgen.bench.workload import SIZES
-from batchgen.rundir import plan_manifest
+from batchgen.planned import plan_manifest
 from tests.plans import pattern_job
 
 ROWS = 3_000

@@ -18,7 +18,8 @@ from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import PATTERN
-from batchgen.rundir import RunDirectory, open_run, plan_manifest
+from batchgen.planned import plan_manifest
+from batchgen.rundir import RunDirectory, open_run
 from tests.arrow import any_column, garbled, scalars_columns, through_parquet
 from tests.plans import folder, frozen, pattern_job, planned
 from tests.test_columns import finite_number, whole_number
@@ -172,7 +173,7 @@ def bad_of(column: str, values: Any, *overrides: str, **others: list[Any]) -> li
         ("num_images", [-1, 1_000_001], "must be a whole number from 1 to 1000000"),
         ("width", [-8, 32_776], "must be a whole number of pixels up to 32768"),
         ("height", [63, 0], "must be a multiple of 8, at least 64 (--set plan.size_policy=round rounds)"),
-        ("sampler", ["ddin", "ddi"], "there is no sampler {value}; did you mean 'ddim'? (" + KNOWN + ")"),
+        ("sampler", ["ddin", "ddi"], "is no sampler; did you mean 'ddim'? (" + KNOWN + ")"),
         ("id", pa.array([1.0, 2.0]), "must be text or a whole number; the column's type is double"),
         ("id", pa.nulls(2), "must be text or a whole number: give every row an id, or drop the column"),
         ("caption", garbled([b"\xff", b"\xc3"], pa.large_string()), "must be UTF-8 text"),

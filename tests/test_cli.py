@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -68,6 +69,18 @@ def test_help_lists_every_command_whole() -> None:
     listed = runs.batchgen("--help").out
     assert "..." not in listed.split("Commands:")[1]
     assert all(f"  {name} " in listed for name in cli.commands)
+
+
+def test_a_plan_fits_a_terminal(tmp_path: Path) -> None:
+    """Batches of many sizes, of which a line holds a few."""
+    source = runs.prompts(tmp_path / "m.parquet", 1023, width=1024, height=1024)
+    sizes = [2**power for power in range(9)]
+    ended = runs.batchgen("plan", source, "--model", "pattern", "--set", f"plan.batch_sizes={sizes}")
+    shown = ended.out.split("\n\n")[0]
+    assert max(map(len, shown.splitlines())) <= 80
+    counted = re.findall(r"\b(\d+)×(\d+)\b", shown.split("number")[1].replace("1024×1024", ""))
+    assert sum(int(size) * int(number) for size, number in counted) == 1023
+    assert len(counted) >= 4
 
 
 def completed(**environment: str) -> str:

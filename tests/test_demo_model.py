@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,14 +36,15 @@ def scenes(number: int) -> list[Scene]:
     return [one for one in every if len(one.things) == 1 and one.things[0] < COMMONEST][:number]
 
 
-def made(rows: Sequence[dict[str, Any]]) -> list[Pixels]:
-    """The pictures of rows, in their order."""
+def made(rows: Sequence[dict[str, Any]], *options: object, batch_sizes: set[int] | None = None) -> list[Pixels]:
+    """The pictures of rows, in their order; `batch_sizes` are those of the batches that they must come from."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / "m.parquet", Path(folder) / "out"
         ids = [{"id": str(number), "steps": 10, **row} for number, row in enumerate(rows)]
-        ended = runs.run(runs.manifest(source, ids), out, model="demo")
+        ended = runs.run(runs.manifest(source, ids), out, *options, model="demo")
         assert ended.code == 0, ended.err
         files, lines = runs.images(out), runs.by_id(out)
+        assert batch_sizes in (None, {line["batch_size"] for line in lines.values()})
         return [codec.decode(files[lines[row["id"]]["file_name"]]) for row in ids]
 
 
@@ -96,6 +98,32 @@ def test_a_lost_negative_prompt_would_show() -> None:
     white = [sum(judge(one, CAT).background == "white" for one in some) for some in (with_negative, without)]
     assert white[0] <= 2
     assert white[1] >= 12
+
+
+def apart(one: Pixels, other: Pixels) -> float:
+    """Of 255, on average."""
+    return float(np.abs(one.astype(int) - other).mean())
+
+
+def test_each_row_of_a_batch_has_its_own_prompt_seed_guidance_and_negative_prompt() -> None:
+    """Rows that differ in one of them, in batches of 4 and 2: each is what it is alone, and unlike all others."""
+    base = {"prompt": "a cat", "width": 64, "height": 64, "steps": 4, "seed": 1, "guidance_scale": 6.0}
+    own: list[dict[str, Any]] = [
+        {},
+        {"seed": 2},
+        {"guidance_scale": 1.5},
+        {"negative_prompt": NEGATIVE},
+        {"negative_prompt": "a red background"},
+        {"prompt": "a red square on a blue background"},
+    ]
+    rows = [{"negative_prompt": None, **base, **one} for one in own]
+    together = made(rows, batch_sizes={2, 4})
+    alone = made(rows, "--set", "plan.batch_sizes=[1]", batch_sizes={1})
+    for number, (one, other) in enumerate(zip(together, alone, strict=True)):
+        assert np.abs(one.astype(int) - other).max() <= 2, own[number]
+    pairs = itertools.combinations(range(len(rows)), 2)
+    close = {(one, other): apart(together[one], together[other]) for one, other in pairs}
+    assert min(close.values()) >= 4, close
 
 
 def test_the_weights_name_no_place_of_the_machine_that_trained_them() -> None:

@@ -59,10 +59,10 @@ LAYERS = [
     models.tokens models.chroma engine.prompts doctor.model bench.baselines
     survey engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch
-    plans report bench.modes
+    plans report bench.modes planned
     plan_reader saying
-    rundir reporting.plan_counts prefetch importing jobs.commands
-    marker publish starts presence doctor.work slurm.submit bench.plan
+    rundir reporting.plan_counts prefetch importing jobs.commands bench.plan
+    marker publish starts presence doctor.work slurm.submit
     mending appending watching epoch bench.victims
     sweeping reporting.rows worker bench.siege
     finalize verify reporting.cards

@@ -19,7 +19,7 @@ from batchgen.job import load_job
 from batchgen.launcher import gpu_seats, seats_of
 from batchgen.ledger import Ledger, Receipt
 from batchgen.owners import start_time
-from batchgen.progress import Display
+from batchgen.progress import Display, Now
 from batchgen.rundir import RunDirectory
 from batchgen.runner import run_job
 from tests import runs, tiny
@@ -225,7 +225,8 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_resumable(tmp_path: Path) -> None:
-    source, small = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640), ("--set", "plan.shard_images=4")
+    source = runs.prompts(tmp_path / "m.parquet", 8, width=640, height=640)
+    small = ("--set", "plan.max_batch=4", "--set", "plan.shard_images=4")
     ended = runs.start(source, tmp_path / "out", *small, "--workers", 2, limit_file_bytes=9_000).wait(runs.PATIENCE_S)
     assert ended.code == 75, ended
     assert ended.err.count("the file would exceed the size limit") == 2
@@ -241,16 +242,31 @@ def test_a_device_that_is_not_there_is_a_users_mistake(tmp_path: Path) -> None:
     assert "worker 1: engine.device = 'cuda:7' is not there" in ended.err
 
 
-def test_a_crash_of_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replaced as often as a row is forgiven, and no more."""
+@pytest.mark.parametrize(
+    ("shard_images", "heir"), [(1, "no other takes its place; 1 other worker left"), (2, "worker 2 is started instead")]
+)
+def test_a_crash_of_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_images: int, heir: str
+) -> None:
+    """They are replaced as often as a row is forgiven, and no more. With one shard there is one worker at a time."""
     crash = "from batchgen import worker; worker.Worker.work = lambda self: 1 / 0; main()"
     monkeypatch.setattr(children, "_BOOT", children._BOOT.replace("main()", crash))
     source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
-    ended = runs.run(source, out, "--set", "run.max_deaths=1", "--workers", 2)
+    ended = runs.run(
+        source,
+        out,
+        "--set",
+        "run.max_deaths=1",
+        *ONE_BY_ONE[:2],
+        "--set",
+        f"plan.shard_images={shard_images}",
+        "--workers",
+        2,
+    )
     assert (ended.code, ended.closing_line) == (1, "2 rows = 0 done + 0 failed + 0 rejected + 2 outstanding"), ended
     assert ended.err.count("ZeroDivisionError: division by zero") == 4
     assert ended.err.count("another takes its place") == 2
-    assert "ended with code 1; no other takes its place; 1 other worker left" in ended.err
+    assert f"ended with code 1; {heir}" in ended.err
     assert "ended with code 1; no other takes its place, after 3 in a row without a commit; no worker left" in ended.err
     assert len(list((out / ".run/starts").glob("*.ended"))) == 1
 
@@ -287,9 +303,20 @@ def test_one_bar_for_all_on_a_terminal(tmp_path: Path) -> None:
     assert not re.search(r"\b(1[3-9]|[2-9]\d)/12", text)
 
 
+def test_no_more_workers_than_shards_are_started(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 8), tmp_path / "out"
+    ended = runs.run(source, out, "--set", "plan.max_batch=4", "--set", "plan.shard_images=4", "--workers", 5)
+    check_all(out, ended, 8)
+    assert "2 of 5 workers started" in ended.err
+    assert "worker 3" not in ended.err
+    assert len(receipts(out)) == 2
+
+
 def test_lines_say_for_how_many_they_speak() -> None:
     stream = io.StringIO()
-    with Display(10, 2, 1, stream, num_workers=3) as display:
+    with Display(10, 2, 1, stream) as display:
+        for number in range(3):
+            display.show(Now(), f"worker {number}")
         assert display.line().startswith("3/10 images, as far as these 3 workers know; ")
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen import drafts, manifest, plans, rundir, spill, survey
+from batchgen import drafts, manifest, plans, spill, survey
 from batchgen.errors import UsageError
 from batchgen.manifest import open_manifest
 from batchgen.manifest_files import find_files
@@ -95,13 +95,13 @@ class TestChangedWhileRead:
         self, tmp_path: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its rows are counted already, and there are other ones now."""
-        source, run, real = runs.prompts(tmp_path / "m.parquet", 3), RunDirectory(tmp_path / "out"), rundir.survey
+        source, run, real = runs.prompts(tmp_path / "m.parquet", 3), RunDirectory(tmp_path / "out"), survey.survey
 
         def late(*arguments: Any) -> Any:
             change(source)
             return real(*arguments)
 
-        monkeypatch.setattr(rundir, "survey", late)
+        monkeypatch.setattr("batchgen.planned.survey", late)
         with pytest.raises(UsageError, match=r"m.parquet changed while it was read"):
             open_run(run, [source], pattern_job())
 

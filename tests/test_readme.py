@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,12 +14,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import DatasetCard
 
 from batchgen.cli import cli
 from batchgen.cost import load_profile
 from batchgen.job import load_job
 from batchgen.models import facts
 from tests import runs
+from tests.hub import serving
 
 README = (runs.ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -55,7 +58,7 @@ def test_the_chain_of_all_commands_and_the_python_code_run(tmp_path: Path, monke
         env={"PYTHONPATH": str(runs.ROOT), "PATH": ""}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     closing_line = "2 rows = 2 done + 0 failed + 0 rejected + 0 outstanding"
-    assert code.stdout.splitlines() == ["2 images", f"{closing_line} 0"], code.stderr
+    assert code.stdout.splitlines() == ["2 images ()", f"{closing_line} 0"], code.stderr
     assert ended[-1].closing_line == closing_line
 
 
@@ -92,6 +95,51 @@ def test_recipes_read_a_run_with_the_libraries_themselves(
 
 def test_every_recipe_is_tried() -> None:
     assert len(RECIPES) == 4 == README.count("<!-- recipe:")
+
+
+UPLOAD = """
+import os, shutil, sys
+from datasets import load_dataset
+for name in {formats}:
+    os.chdir(name)
+    exec(sys.argv[1])
+    for streaming in (False, True):
+        rows = list(load_dataset("me/foxes", split="train", streaming=streaming))
+        print(name, sorted((row.get("json") or row)["prompt"] for row in rows))
+    os.chdir("..")
+    os.replace("hub", f"uploaded-{{name}}")
+    os.mkdir("hub")
+"""
+
+
+def test_a_run_of_any_format_is_uploaded_with_its_card_and_opens_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe,) = re.findall(r"<!-- upload -->\n```python\n(.+?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    source = runs.manifest(tmp_path / "m.parquet", {"prompt": ["a", "b"], "width": [64, 72], "height": [64, 64]})
+    for name in runs.FORMATS:
+        (tmp_path / name).mkdir()
+        assert runs.run(source, Path(name, "out"), "--format", name).code == 0
+    with serving(tmp_path / "hub", "me/foxes", kind="dataset") as hub:
+        ended = subprocess.run(
+            [sys.executable, "-c", UPLOAD.format(formats=runs.FORMATS), recipe],
+            env={**os.environ, **hub.environment(tmp_path / "home"), "HF_TOKEN": "hf_of_nobody"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    wanted = [f"{name} ['a', 'b']" for name in runs.FORMATS for _ in range(2)]
+    assert ended.stdout.splitlines() == wanted, ended.stderr
+    for name in runs.FORMATS:
+        ours, uploaded = tmp_path / name / "out", tmp_path / f"uploaded-{name}"
+        files = {str(one.relative_to(uploaded)) for one in uploaded.rglob("*") if one.is_file()}
+        assert files == {"README.md", "_SUCCESS", "metadata.parquet", "failures.parquet"} | {
+            str(one.relative_to(ours)) for one in (ours / "data").rglob("*") if one.is_file()
+        }
+        card = DatasetCard.load(uploaded / "README.md")
+        assert card.data.license == "cc0-1.0"
+        assert card.data.to_dict().items() >= DatasetCard.load(ours / "README.md").data.to_dict().items()
+        assert card.text.startswith("# out\n\n2 images made by batchgen")
 
 
 def test_the_expansion_does_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

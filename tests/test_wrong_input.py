@@ -184,7 +184,7 @@ def test_a_plan_that_cannot_be_read(tmp_path: Path, source: Path) -> None:
         (["--model", "patern"], "did you mean 'pattern'?"),
         (
             ["--model", "pattern", "--set", "sampling.sampler=eulr"],
-            "sampling.sampler: there is no sampler 'eulr'; did you mean 'euler'?",
+            "sampling.sampler: 'eulr' is no sampler; did you mean 'euler'?",
         ),
         (["--model", "pattern", "--set", "model.variant=fp16"], 'the pattern model knows only "faults"'),
         (["--model", "pattern", "--set", "model.dtype=float16"], "model.dtype = 'float16' has no effect"),

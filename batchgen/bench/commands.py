@@ -72,7 +72,7 @@ def bench() -> None:
     type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where it may write [default: the system's].",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def plan(rows: int, folder: Path | None, as_json: bool) -> None:
     """Time and memory to check, cut and freeze a manifest of many rows in 40 sizes.
 

@@ -25,9 +25,9 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import BatchgenError
 from batchgen.generator import Context, Generator
 from batchgen.job import Job
+from batchgen.planned import Planned
 from batchgen.progress import Now, Progress
 from batchgen.records import Batch
-from batchgen.rundir import Planned
 from batchgen.runner import Terms, run_job, work
 from batchgen.stopping import Stop
 
@@ -187,8 +187,12 @@ class Bench:
                 [manifest],
                 Path(scratch) / "out",
                 self.job,
-                Terms(stop=stop, progress=heard.listening, workforce=partial(work, opener=self._open)),
-                on_planned=self._keep_draft,
+                Terms(
+                    stop=stop,
+                    on_planned=self._keep_draft,
+                    progress=heard.listening,
+                    workforce=partial(work, opener=self._open),
+                ),
             )
         return heard
 

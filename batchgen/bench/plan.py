@@ -22,8 +22,8 @@ from batchgen.cores import usable_cores
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.plan_reader import PlanReader, batches
+from batchgen.planned import plan_manifest
 from batchgen.plans import Proposal, freeze
-from batchgen.rundir import plan_manifest
 from batchgen.version import VERSION
 from batchgen.wording import counted, sized
 

@@ -7,15 +7,13 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchgen.balance import Balance
 from batchgen.bench.figures import Say, rate, ratio
 from batchgen.bench.killing import Killer
 from batchgen.bench.workload import Workload, write_manifest
@@ -24,7 +22,7 @@ from batchgen.errors import BatchgenError
 from batchgen.job import Job, load_job
 from batchgen.launcher import Seat, workforce
 from batchgen.ledger import Ledger
-from batchgen.progress import Display
+from batchgen.progress import showing
 from batchgen.rundir import RunDirectory
 from batchgen.runner import Terms, Workforce, run_job
 from batchgen.wording import counted
@@ -97,7 +95,7 @@ def lose_one(report: Comparison, manifest: Path, folder: Path, job: Job, seats: 
     one, out = folder / "one", folder / "loss"
     _prepare(out, one)
     killer = Killer(report.runs[0].images // 3)
-    whole_s = _run(manifest, out, job, len(seats), killer.workforce(seats))
+    whole_s = _run(manifest, out, job, killer.workforce(seats))
     if killer.killed is None:
         raise BatchgenError("all rows were made before a worker could be killed; ask for more with --rows")
     made = measure(out, whole_s)
@@ -113,23 +111,18 @@ def _prepare(out: Path, one: Path) -> None:
     (out / "data").mkdir()
 
 
-def _run(manifest: Path, out: Path, job: Job, num_workers: int, force: Workforce) -> float:
+def _run(manifest: Path, out: Path, job: Job, force: Workforce) -> float:
     """Make all rows; the seconds that it took."""
     started = time.perf_counter()
 
-    @contextmanager
-    def shown(balance: Balance) -> Iterator[Display]:
-        with Display(balance.outstanding, 0, 0, num_workers=num_workers) as display:
-            yield display
-
-    ending = run_job([manifest], out, job, Terms(progress=shown, workforce=force))
+    ending = run_job([manifest], out, job, Terms(progress=showing, workforce=force))
     if ending.exit_code:
         raise BatchgenError(f"the bench's run ended with exit code {ending.exit_code}: {ending.balance.line()}")
     return time.perf_counter() - started
 
 
 def _measured_run(manifest: Path, out: Path, job: Job, seats: tuple[Seat, ...], say: Say) -> Measured:
-    measured = measure(out, _run(manifest, out, job, len(seats), workforce(seats)))
+    measured = measure(out, _run(manifest, out, job, workforce(seats)))
     speed = f"{measured.images_per_s:.3f} images/s over {measured.window_s:.1f} s"
     say(
         f"{counted(measured.workers, 'worker')}: {speed if measured.has_rate else 'no rate'}, "

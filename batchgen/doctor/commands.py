@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model_or_job", metavar="[MODEL|JOB]", required=False)
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of the job file.")
-@click.option("--manifest", multiple=True, metavar="FILE", help="Whether the disk has room for its images.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Any key of a job file.")
+@click.option(
+    "--manifest",
+    multiple=True,
+    metavar="FILE",
+    help="Also whether it can be made, and the disk has room for its images.",
+)
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
-    help="Where a run would write, or a run: whether the disk has room for what is left.",
+    help="Where a run would write, or a run: also whether the disk has room for what is left.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def doctor(
     model_or_job: str | None, overrides: tuple[str, ...], manifest: tuple[str, ...], out: Path | None, as_json: bool
 ) -> NoReturn:

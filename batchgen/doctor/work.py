@@ -14,8 +14,9 @@ from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import FileSystem
 from batchgen.job import Job
 from batchgen.ledger import Ledger
+from batchgen.planned import plan_manifest
 from batchgen.report import image_bytes, num_parts, summarise
-from batchgen.rundir import RunDirectory, plan_manifest
+from batchgen.rundir import RunDirectory
 from batchgen.wording import counted, first_line, sized
 
 FILES_OF_A_SHARD = 5

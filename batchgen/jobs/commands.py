@@ -25,7 +25,7 @@ def job_files() -> None:
     "-o",
     "--out",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="[default: FAMILY.toml]; - prints it.",
+    help="The job file [default: FAMILY.toml]; - prints it.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 def init(family: str, out: Path | None, overwrite: bool) -> None:
@@ -53,7 +53,7 @@ def init(family: str, out: Path | None, overwrite: bool) -> None:
 
 @job_files.command()
 @with_job_options
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def show(as_json: bool, **options: Any) -> None:
     """Print every key of a job with its value and where that comes from.
 

@@ -145,7 +145,7 @@ class Facts:
         if name in self.samplers:
             found = self.samplers[name]
             if found.needs and find_spec(found.needs) is None:
-                raise UsageError(f"sampler {name!r} needs the package {found.needs}, which is not installed")
+                raise UsageError(f"{name!r} needs the package {found.needs}, which is not installed")
             return found
         known = {_plain(known): known for known in reversed(list(self.samplers))}
         near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
@@ -154,7 +154,7 @@ class Facts:
         or_class = f", or a scheduler's class in diffusers, such as {classes}" if classes else ""
         takes = f"known: {short}{or_class}"
         hint = f"did you mean {known[near[0]]!r}? ({takes})" if near else takes
-        raise UsageError(f"there is no sampler {name!r}; {hint}")
+        raise UsageError(f"{name!r} is no sampler; {hint}")
 
 
 def _plain(sampler: str) -> str:

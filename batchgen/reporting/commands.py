@@ -12,7 +12,7 @@ from batchgen.wording import counted
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="HTML [default: DIRECTORY/report.html]."
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="The page [default: DIRECTORY/report.html]."
 )
 @click.option(
     "--images", type=click.IntRange(0, 2000), default=240, show_default=True, help="So many pictures at most."
@@ -36,17 +36,19 @@ def report(directory: Path, out: Path | None, images: int) -> None:
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="PNG [default: DIRECTORY/sheet.png]."
+    "-o", "--out", type=click.Path(path_type=Path, dir_okay=False), help="The picture [default: DIRECTORY/sheet.png]."
 )
 @click.option("--rows", type=click.IntRange(1, 400), default=100, show_default=True, help="So many pictures at most.")
 @click.option(
     "--where",
     multiple=True,
     metavar="CONDITION",
-    help="Of images that meet it, such as width=512, steps>=30, prompt~fox; all, if given several times.",
+    help="Only images that meet it, such as width=512, steps>=30, prompt~fox; given several times, all.",
 )
-@click.option("--id", "ids", multiple=True, metavar="ID", help="Of this row; of any, if given several times.")
-@click.option("--title", default="", metavar="TEXT", help="Over the pictures.")
+@click.option(
+    "--id", "ids", multiple=True, metavar="ID", help="Only images of this row; given several times, of these rows."
+)
+@click.option("--title", default="", metavar="TEXT", help="A title over the pictures.")
 def sheet(
     directory: Path, out: Path | None, rows: int, where: tuple[str, ...], ids: tuple[str, ...], title: str
 ) -> None:

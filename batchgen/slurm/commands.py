@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     "--resume",
     type=click.Path(path_type=Path),
     metavar="DIRECTORY",
-    help="Instead of MANIFEST: send tasks for what is left of a run.",
+    help="Instead of MANIFEST: send tasks for what is left of this run.",
 )
 @with_job_options
 @click.option(
     "--requeue",
     is_flag=True,
-    help="Tasks whose time is over, or whose place another job takes, queue themselves again.",
+    help="Have tasks queue themselves again if their time is over or another job takes their place.",
 )
 @click.option("--dry-run", is_flag=True, help="Show the scripts; write and submit nothing.")
 def submit(
@@ -87,8 +87,9 @@ def _request(
 
 def _left(request: Request, out: Path, job: Job, *, is_planned: bool, is_dry: bool) -> Left:
     """What is to be done, of a run that is planned now, unless it was before or nothing may be written."""
+    from batchgen.planned import plan_manifest
     from batchgen.progress import reading_bar
-    from batchgen.rundir import RunDirectory, open_run, plan_manifest
+    from batchgen.rundir import RunDirectory, open_run
     from batchgen.slurm.submit import Left, left_of
 
     run = RunDirectory(out)
