@@ -127,9 +127,9 @@ PIXART: dict[str, Any] = {
     "in_channels": 4,
     "out_channels": 8,
     "num_layers": 2,
-    "attention_head_dim": 8,
+    "attention_head_dim": 12,
     "num_attention_heads": 4,
-    "cross_attention_dim": 32,
+    "cross_attention_dim": 48,
     "caption_channels": T5["d_model"],
 }
 CHROMA: dict[str, Any] = {
@@ -147,14 +147,19 @@ CHROMA: dict[str, Any] = {
 }
 
 
-def pixart() -> Any:
-    return diffusers.PixArtSigmaPipeline(
-        transformer=diffusers.PixArtTransformer2DModel(**PIXART).eval(),
+def pixart(cls: Any, transformer: Mapping[str, Any], **options: Any) -> Any:
+    return cls(
+        transformer=diffusers.PixArtTransformer2DModel(**transformer).eval(),
         scheduler=scheduler(tiny.SD1_SCHEDULER | {"_class_name": "DPMSolverMultistepScheduler"}),
         vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
         text_encoder=t5(),
         tokenizer=t5_tokenizer(),
+        **options,
     )
+
+
+def pag() -> Any:
+    return pixart(diffusers.PixArtSigmaPAGPipeline, PIXART, pag_applied_layers="blocks.1")
 
 
 def chroma() -> Any:
@@ -273,7 +278,9 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
     "klein": lambda: flux2(is_distilled=True),
     "klein-base": lambda: flux2(is_distilled=False),
-    "pixart": pixart,
+    "pag": pag,
+    "pixart": lambda: pixart(diffusers.PixArtSigmaPipeline, PIXART),
+    "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
     "qwen": qwen_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
@@ -298,7 +305,7 @@ def folder(kind: str) -> Path:
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
     for name, one in pipeline.transformer.named_parameters():
-        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in")):
+        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in", "caption", "attn2")):
             torch.nn.init.normal_(one, std=0.2)
 
 
@@ -319,8 +326,8 @@ def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
     own: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
     # Its state is of the row before.
     pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
-    if "use_resolution_binning" in inspect.signature(pipe.__call__).parameters:
-        own["use_resolution_binning"] = False
+    taken = inspect.signature(pipe.__call__).parameters
+    own |= {name: False for name in ("use_resolution_binning", "clean_caption") if name in taken}
     if kind != "qwen":
         own["guidance_scale"] = row.guidance_scale
     if row.negative_prompt is not None:

@@ -22,7 +22,7 @@ from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
 
-PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍 é")
+PROMPTS = ("A red CUBE ", tiny.LONG, "", "🐉 龍 é")
 NEGATIVES = (None, "", "blurry, ugly", "a word")
 SEEDS = (0, 2**32 + 7, 2**64 - 1, 12)
 STEPS = (2, 4, 3, 4)
@@ -39,7 +39,9 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "schnell": {"sampler": "euler", "guidance_scale": 0.0},
     "klein": {"sampler": "euler", "guidance_scale": 0.0},
     "klein-base": {"sampler": "euler", **WIDE},
+    "pag": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
+    "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
     "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
 }
 """What the rows of a family's batch have in common."""
@@ -94,7 +96,7 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha"])
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
@@ -119,7 +121,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -130,13 +132,14 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     assert kind != "klein" or "tokenizer/chat_template.jinja" in files
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha"])
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
     assert known.steps == defaults["num_inference_steps"]
     assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
-    assert known.width == known.height == pipe.default_sample_size * pipe.vae_scale_factor
+    side = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.sample_size
+    assert known.width == known.height == side * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
     row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler="euler", width=64, height=64)
     engine = families.engine(kind)

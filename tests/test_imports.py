@@ -20,12 +20,14 @@ WITH_TORCH = (
     *(
         "engine/",
         "models/demo/",
+        "models/dit.py",
         "models/family.py",
         "models/flow.py",
         "models/flux.py",
         "models/flux2.py",
         "models/latent.py",
         "models/loading.py",
+        "models/pixart.py",
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
@@ -45,11 +47,11 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
-    models.folder jobs.origins identity ledger manifest costs known plan_index glance
+    models.signatures models.flow_facts models.dit_facts models.layouts models.generic models.hub models.family
+    models.pattern models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
+    models.flux2 models.dit models.pixart checks planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room

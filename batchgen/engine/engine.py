@@ -24,7 +24,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import flux, flux2, sd, sd3, sdxl
+from batchgen.models import flux, flux2, pixart, sd, sd3, sdxl
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -38,6 +38,8 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "StableDiffusion3Pipeline": sd3.load,
     "FluxPipeline": flux.load,
     "Flux2KleinPipeline": flux2.load,
+    "PixArtAlphaPipeline": pixart.load_alpha,
+    "PixArtSigmaPipeline": pixart.load_sigma,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -240,10 +242,10 @@ class Engine:
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""
-        tokenizer, room = self.model.tokenizer, self.facts.prompt_tokens
-        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], room)
+        tokenizer = self.model.tokenizer
+        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], self.facts)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(tokenizer, texts, room)
+        negatives = count_tokens(tokenizer, texts, self.facts)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)

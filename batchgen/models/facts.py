@@ -87,6 +87,8 @@ class Facts:
     """That the text encoder with the longest reach reads of a prompt, its markers left out; 0 without one."""
     tokenizer: str = "tokenizer"
     """The component that counts them."""
+    reads: Callable[[str], str] = str
+    """What the tokenizer is given of a prompt; what that adds to every prompt does not count."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""

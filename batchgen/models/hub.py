@@ -108,7 +108,7 @@ def file_patterns(variant: str | None, *, has_checker: bool = False) -> Iterable
     for name, component in {name: one for some in components for name, one in some.items()}.items():
         yield f"{name}/{component.config}"
         if component.is_tokenizer:
-            yield from (f"{name}/*.json", f"{name}/*.txt", f"{name}/*.jinja")
+            yield from (f"{name}/*{suffix}" for suffix in generic.TEXTS)
         if stem := component.weights:
             yield f"{name}/{stem}{dotted}.safetensors"
             yield f"{name}/{stem}{dotted}-*-of-*.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.models import facts, flow_facts
+from batchgen.models import dit_facts, facts, flow_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,16 @@ _COMPONENTS_FLUX2: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast"), "tokenizer_config.json"),
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_PIXART: Mapping[str, Component] = {
+    # Folders of the hub name the class that it was before it had one of its own.
+    "transformer": Component(
+        "diffusers", ("PixArtTransformer2DModel", "Transformer2DModel"), weights="diffusion_pytorch_model"
+    ),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
+    "scheduler": _COMPONENTS["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -107,5 +117,7 @@ FAMILIES: Mapping[str, Layout] = {
     "StableDiffusion3Pipeline": Layout(_COMPONENTS_3, flow_facts.stable_diffusion_3, "transformer"),
     "FluxPipeline": Layout(_COMPONENTS_FLUX, flow_facts.flux, "transformer"),
     "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
+    "PixArtAlphaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_alpha, "transformer"),
+    "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

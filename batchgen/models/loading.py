@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from batchgen.errors import UsageError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.wording import first_line
 
 _LIBRARIES: Mapping[str, Any] = {
     "diffusers": diffusers,
@@ -26,7 +27,7 @@ _LIBRARIES: Mapping[str, Any] = {
 def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype) -> dict[str, Any]:
     """Every component of a checked folder by its name: safetensors only, no remote code.
 
-    Raises UsageError for weights that cannot be read or that do not fill the network.
+    Raises UsageError for weights that cannot be read or that do not fill the network, or if a package is lacking.
     """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -35,6 +36,11 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
             name: _load(folder, name, component, vae_dtype if name == "vae" else dtype)
             for name, component in folder.components.items()
         }
+    except ImportError as error:
+        raise UsageError(
+            f"model {folder.name!r} needs a package that is not installed: {first_line(error)}; for a tokenizer that "
+            "comes as a .model file: pip install sentencepiece protobuf"
+        ) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error
 
