@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from batchgen.engine.whole import open_model
 from batchgen.models import demo
+from batchgen.models.dit_facts import sana_instruction
 from batchgen.records import Row
 from tests import tiny
 
@@ -162,6 +163,69 @@ def pag() -> Any:
     return pixart(diffusers.PixArtSigmaPAGPipeline, PIXART, pag_applied_layers="blocks.1")
 
 
+GEMMA: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+SANA: dict[str, Any] = {
+    "sample_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "caption_channels": GEMMA["hidden_size"],
+}
+SANA_SCHEDULER: dict[str, Any] = {
+    "_class_name": "DPMSolverMultistepScheduler",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "prediction_type": "flow_prediction",
+}
+DC: dict[str, Any] = {
+    "latent_channels": 4,
+    "attention_head_dim": 2,
+    "encoder_block_out_channels": (4,) * 6,
+    "decoder_block_out_channels": (4,) * 6,
+    "encoder_block_types": ("ResBlock",) * 5 + ("EfficientViTBlock",),
+    "decoder_block_types": ("ResBlock",) * 5 + ("EfficientViTBlock",),
+    "encoder_layers_per_block": (1,) * 6,
+    "decoder_layers_per_block": (1,) * 6,
+    "encoder_qkv_multiscales": ((),) * 5 + ((5,),),
+    "decoder_qkv_multiscales": ((),) * 5 + ((5,),),
+    "scaling_factor": 0.4,
+}
+
+
+def gemma_tokenizer() -> Any:
+    """A Gemma tokenizer of single bytes, one word, and the lines of Sana's instructions but the last."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    pieces = [*special, "▁", "▁a", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(128, 256))]
+    made = transformers.GemmaTokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)}, merges=[("▁", "a")], add_bos_token=True
+    )
+    made.add_tokens(sana_instruction().split("\n")[:-1])
+    return made
+
+
+def sana(schedule: Mapping[str, Any]) -> Any:
+    return diffusers.SanaPipeline(
+        transformer=diffusers.SanaTransformer2DModel(**SANA).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderDC(**DC).eval(),
+        text_encoder=transformers.Gemma2Model(transformers.Gemma2Config(**GEMMA)).eval(),
+        tokenizer=gemma_tokenizer(),
+    )
+
+
 def chroma() -> Any:
     return diffusers.ChromaPipeline(
         transformer=diffusers.ChromaTransformer2DModel(**CHROMA).eval(),
@@ -281,6 +345,8 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "pag": pag,
     "pixart": lambda: pixart(diffusers.PixArtSigmaPipeline, PIXART),
     "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
+    "sana": lambda: sana(SANA_SCHEDULER),
+    "sana-euler": lambda: sana(FLOW_SCHEDULER),
     "qwen": qwen_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),

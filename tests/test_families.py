@@ -42,6 +42,8 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "pag": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
+    "sana": {"sampler": "dpmpp_2m", **WIDE},
+    "sana-euler": {"sampler": "euler"},
     "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
 }
 """What the rows of a family's batch have in common."""
@@ -96,7 +98,7 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana"])
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
@@ -121,7 +123,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart", "sana"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -132,7 +134,9 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     assert kind != "klein" or "tokenizer/chat_template.jinja" in files
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha"])
+@pytest.mark.parametrize(
+    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha", "sana"]
+)
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
@@ -141,7 +145,7 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
     side = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.sample_size
     assert known.width == known.height == side * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
-    row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler="euler", width=64, height=64)
+    row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler=known.sampler, width=64, height=64)
     engine = families.engine(kind)
     asked = tiny.batch([row], known)
     (text,) = {one.shape[1] for name, one in engine.conditioning(asked).inputs.items() if one.ndim == 3}
@@ -151,9 +155,27 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
     assert count.dropped > 0
 
 
-def test_step_noise_that_no_seed_decides_is_refused(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.folder("flux"), tmp_path / "model"))
+def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None:
+    """The instructions' last token and the first of these prompts are one."""
+    engine, told = families.engine("sana"), list[torch.Tensor]()
+    for length, dropped in ((298, 0), (299, 0), (300, 1)):
+        asked = tiny.batch([tiny.row(prompt="A" * length, sampler="dpmpp_2m", guidance_scale=1.0)], engine.facts)
+        assert engine._count(asked)[0].dropped == dropped
+        told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
+    assert torch.equal(told[1], told[2])
+    assert not torch.equal(told[0], told[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "why"),
+    [
+        ("flux", "stochastic_sampling", "whose noise no seed decides"),
+        ("sana-euler", "use_dynamic_shifting", "tells it no size"),
+    ],
+)
+def test_schedulers_that_a_pipeline_cannot_run_are_refused(tmp_path: Path, kind: str, key: str, why: str) -> None:
+    folder = Path(shutil.copytree(families.folder(kind), tmp_path / "model"))
     file = folder / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
-    with pytest.raises(UsageError, match="stochastic_sampling, whose noise no seed decides"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: True}))
+    with pytest.raises(UsageError, match=f"{key}.* {why}"):
         facts_of(Model(path=str(folder)))

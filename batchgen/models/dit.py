@@ -62,8 +62,10 @@ class DiffusionTransformer(LatentDiffusion):
         """The conditioning's inputs as the network takes them, and what follows from the shape of the latents."""
         return inputs
 
-    def _encoded(self, encoder: Any, tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Tensor, Tensor]:
+    def _encoded(
+        self, encoder: Any, tokenizer: Any, texts: Sequence[str], length: int, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Embeddings `[B, L, D]` by an encoder that sees no padding, and the mask `[B, L]`, 1 for a token. It is no
         boolean, so that a capture can be checked with other values in it."""
         ids, mask = tokens(tokenizer, texts, self.device, length)
-        return encoder(ids, attention_mask=mask)[0].to(self.dtype), mask.to(self.dtype)
+        return encoder(ids, attention_mask=mask, **options)[0].to(self.dtype), mask.to(self.dtype)

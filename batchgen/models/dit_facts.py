@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from batchgen.errors import UsageError
 from batchgen.models.facts import Config, Facts, SamplerFacts, samplers_of
-from batchgen.models.flow_facts import vae_scale
+from batchgen.models.flow_facts import EULER, check_scheduler, vae_scale
+from batchgen.models.signatures import parameters
 
 ALPHA_LENGTH, SIGMA_LENGTH = 120, 300
 """Tokens of T5 that PixArtAlphaPipeline and PixArtSigmaPipeline take by default."""
+SANA_LENGTH = 300
+"""Tokens of Gemma that the network is told; of the next, those that are the instructions' last and first."""
+_OF_INSTRUCTION = 2
+SANA_SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 _DENOISED_LAST = ("LCMScheduler",)
 """Schedulers whose only step PixArtAlphaPipeline can make: it asks for the denoised latents beside the next."""
 
@@ -58,3 +64,54 @@ def _of_more_steps(sampler: SamplerFacts) -> SamplerFacts:
     if sampler.scheduler in _DENOISED_LAST:
         return sampler
     return replace(sampler, makes=lambda steps: steps > 1 and sampler.makes(steps))
+
+
+def sana(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `pixart_sigma`, of a Sana folder. Raises UsageError for a scheduler that SanaPipeline cannot run."""
+    scheduler, network, vae = (configs[name] for name in ("scheduler", "transformer", "vae"))
+    own = str(scheduler["_class_name"])
+    if own != SANA_SCHEDULERS[0]:
+        check_unshifted(scheduler)
+    scale = 2 ** (len(vae.get("encoder_block_out_channels", (0,) * 6)) - 1)
+    multiple = scale * network.get("patch_size", 1)
+    side = network.get("sample_size", 32) * scale
+    solvers = {name: one for name, one in samplers_of(scheduler).items() if name in ("dpmpp_2m", SANA_SCHEDULERS[0])}
+    return Facts(
+        family="sana",
+        size_multiple=multiple,
+        min_size=multiple,
+        width=side,
+        height=side,
+        steps=20,
+        guidance_scale=4.5,
+        sampler=own,
+        text_length=SANA_LENGTH,
+        samplers=solvers if own == SANA_SCHEDULERS[0] else EULER,
+        half_dtype="bfloat16",
+        max_steps=scheduler.get("num_train_timesteps", 1000),
+        prompt_tokens=SANA_LENGTH - _OF_INSTRUCTION,
+        reads=with_instruction,
+    )
+
+
+def sana_instruction() -> str:
+    """What SanaPipeline puts before each prompt by default. Raises UsageError without diffusers."""
+    taken = parameters("SanaPipeline")
+    assert taken is not None, "diffusers has had it since 0.32"
+    return "\n".join(taken["complex_human_instruction"])
+
+
+def with_instruction(text: str) -> str:
+    """A prompt as SanaPipeline's tokenizer is given it."""
+    return sana_instruction() + plain(text)
+
+
+def check_unshifted(scheduler: Config) -> None:
+    """Raises UsageError for a flow-matching scheduler that the family's pipeline cannot run: as `check_scheduler`, and
+    one that shifts by the image's size, which it is not told."""
+    check_scheduler(scheduler)
+    if scheduler.get("use_dynamic_shifting"):
+        raise UsageError(
+            "the model folder's scheduler has use_dynamic_shifting, but diffusers' pipeline of this family tells it no "
+            "size; set it to false in scheduler/scheduler_config.json"
+        )

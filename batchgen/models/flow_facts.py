@@ -10,7 +10,8 @@ from batchgen.models.facts import Config, Facts, SamplerFacts
 SCHEDULERS = ("FlowMatchEulerDiscreteScheduler",)
 """Those that the pipelines of these families are made for."""
 _EULER = SamplerFacts(SCHEDULERS[0], form="x,e")
-_SAMPLERS: Mapping[str, SamplerFacts] = {"euler": _EULER, SCHEDULERS[0]: _EULER}
+EULER: Mapping[str, SamplerFacts] = {"euler": _EULER, SCHEDULERS[0]: _EULER}
+"""The one sampler of flow matching, by its names."""
 SD3_T5_LENGTH, FLUX_T5_LENGTH = 256, 512
 """Tokens of T5 that StableDiffusion3Pipeline and FluxPipeline take by default."""
 FLUX2_LENGTH = 512
@@ -38,7 +39,7 @@ def stable_diffusion_3(configs: Mapping[str, Config], clip_length: int) -> Facts
         guidance_scale=7.0,
         sampler=SCHEDULERS[0],
         text_length=clip_length + SD3_T5_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         max_size=network.get("pos_embed_max_size", 96) * multiple,
         prompt_tokens=SD3_T5_LENGTH - 1 if has_t5 else clip_length - 2,
@@ -61,7 +62,7 @@ def flux(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=3.5 if is_distilled else 0.0,
         sampler=SCHEDULERS[0],
         text_length=FLUX_T5_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guiding="true_cfg_scale",
         true_cfg_scale=1.0,
         needs_negative=True,
@@ -88,7 +89,7 @@ def flux2_klein(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=0.0 if is_distilled else 4.0,
         sampler=SCHEDULERS[0],
         text_length=FLUX2_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guided_above=None if is_distilled else 1.0,
         takes_negative=False,
         takes_guidance_scale=not is_distilled,

@@ -96,6 +96,13 @@ _COMPONENTS_PIXART: Mapping[str, Component] = {
     "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
     "scheduler": _COMPONENTS["scheduler"],
 }
+_COMPONENTS_SANA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("SanaTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": Component("diffusers", ("AutoencoderDC",), weights="diffusion_pytorch_model"),
+    "text_encoder": Component("transformers", ("Gemma2Model",), weights="model"),
+    "tokenizer": Component("transformers", ("GemmaTokenizer", "GemmaTokenizerFast"), "tokenizer_config.json"),
+    "scheduler": Component("diffusers", dit_facts.SANA_SCHEDULERS, "scheduler_config.json"),
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -119,5 +126,6 @@ FAMILIES: Mapping[str, Layout] = {
     "Flux2KleinPipeline": Layout(_COMPONENTS_FLUX2, flow_facts.flux2_klein, "transformer"),
     "PixArtAlphaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_alpha, "transformer"),
     "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
+    "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
 }
 """By the pipeline class that model_index.json names."""
