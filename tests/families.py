@@ -226,6 +226,41 @@ def sana(schedule: Mapping[str, Any]) -> Any:
     )
 
 
+AURA: dict[str, Any] = {
+    "sample_size": 128,
+    "in_channels": 4,
+    "num_mmdit_layers": 2,
+    "num_single_dit_layers": 1,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "caption_projection_dim": 64,
+    "pos_embed_max_size": 64,
+}
+
+
+def llama_tokenizer() -> Any:
+    """A Llama tokenizer of single characters, which ends texts as T5's does."""
+    pieces = ["<pad>", "</s>", "<unk>", "<s>", "▁", *map(chr, range(33, 127))]
+    return transformers.LlamaTokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)},
+        merges=[],
+        pad_token="<pad>",
+        add_bos_token=False,
+        add_eos_token=True,
+    )
+
+
+def aura() -> Any:
+    return diffusers.AuraFlowPipeline(
+        transformer=diffusers.AuraFlowTransformer2DModel(**AURA).eval(),
+        scheduler=scheduler(FLOW_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**T5)).eval(),
+        tokenizer=llama_tokenizer(),
+    )
+
+
 def chroma() -> Any:
     return diffusers.ChromaPipeline(
         transformer=diffusers.ChromaTransformer2DModel(**CHROMA).eval(),
@@ -347,6 +382,7 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
     "sana": lambda: sana(SANA_SCHEDULER),
     "sana-euler": lambda: sana(FLOW_SCHEDULER),
+    "aura": aura,
     "qwen": qwen_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
@@ -371,7 +407,9 @@ def folder(kind: str) -> Path:
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
     for name, one in pipeline.transformer.named_parameters():
-        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in", "caption", "attn2")):
+        if one.ndim > 1 and any(
+            part in name for part in ("norm", "embed", "_mod", "txt_in", "caption", "attn2", "time_step", "add_v")
+        ):
             torch.nn.init.normal_(one, std=0.2)
 
 

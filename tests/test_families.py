@@ -44,6 +44,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
     "sana": {"sampler": "dpmpp_2m", **WIDE},
     "sana-euler": {"sampler": "euler"},
+    "aura": {"sampler": "euler", **WIDE},
     "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
 }
 """What the rows of a family's batch have in common."""
@@ -98,7 +99,7 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana", "aura"])
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
@@ -123,7 +124,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart", "sana"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart", "sana", "aura"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -135,7 +136,7 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize(
-    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha", "sana"]
+    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha", "sana", "aura"]
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)

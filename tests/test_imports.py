@@ -20,6 +20,7 @@ WITH_TORCH = (
     *(
         "engine/",
         "models/demo/",
+        "models/aura.py",
         "models/dit.py",
         "models/family.py",
         "models/flow.py",
@@ -52,8 +53,8 @@ LAYERS = [
     models.pattern models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 models.dit models.pixart models.sana checks planner spill encoders formats parts card sources.cells
-    axes expansion
+    models.flux2 models.dit models.pixart models.sana models.aura checks planner spill encoders formats parts card
+    sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from batchgen.errors import UsageError
 from batchgen.models.facts import Config, Facts, SamplerFacts, samplers_of
-from batchgen.models.flow_facts import EULER, check_scheduler, vae_scale
+from batchgen.models.flow_facts import EULER, SCHEDULERS, check_scheduler, vae_scale
 from batchgen.models.signatures import parameters
 
 ALPHA_LENGTH, SIGMA_LENGTH = 120, 300
 """Tokens of T5 that PixArtAlphaPipeline and PixArtSigmaPipeline take by default."""
+AURA_LENGTH = 256
+"""Likewise AuraFlowPipeline."""
+_AURA_SIDE = 128
+"""Latents along a side, whatever the network's configuration says."""
 SANA_LENGTH = 300
 """Tokens of Gemma that the network is told; of the next, those that are the instructions' last and first."""
 _OF_INSTRUCTION = 2
@@ -91,6 +96,28 @@ def sana(configs: Mapping[str, Config], clip_length: int) -> Facts:
         max_steps=scheduler.get("num_train_timesteps", 1000),
         prompt_tokens=SANA_LENGTH - _OF_INSTRUCTION,
         reads=with_instruction,
+    )
+
+
+def aura_flow(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `pixart_sigma`, of an AuraFlow folder. Raises UsageError for a scheduler that AuraFlowPipeline cannot run."""
+    check_unshifted(configs["scheduler"])
+    network, scale = configs["transformer"], vae_scale(configs["vae"])
+    multiple = scale * network.get("patch_size", 2)
+    return Facts(
+        family="aura-flow",
+        size_multiple=multiple,
+        min_size=multiple,
+        width=_AURA_SIDE * scale,
+        height=_AURA_SIDE * scale,
+        steps=50,
+        guidance_scale=3.5,
+        sampler=SCHEDULERS[0],
+        text_length=AURA_LENGTH,
+        samplers=EULER,
+        max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
+        max_size=math.isqrt(network.get("pos_embed_max_size", 1024)) * multiple,
+        prompt_tokens=AURA_LENGTH - 1,
     )
 
 

@@ -103,6 +103,13 @@ _COMPONENTS_SANA: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("GemmaTokenizer", "GemmaTokenizerFast"), "tokenizer_config.json"),
     "scheduler": Component("diffusers", dit_facts.SANA_SCHEDULERS, "scheduler_config.json"),
 }
+_COMPONENTS_AURA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("AuraFlowTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("UMT5EncoderModel",), weights="model"),
+    "tokenizer": Component("transformers", ("LlamaTokenizer", "LlamaTokenizerFast"), "tokenizer_config.json"),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -127,5 +134,6 @@ FAMILIES: Mapping[str, Layout] = {
     "PixArtAlphaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_alpha, "transformer"),
     "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
     "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
+    "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

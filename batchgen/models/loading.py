@@ -45,6 +45,13 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
         raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error
 
 
+def vae_dtype_of(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None) -> torch.dtype:
+    """The VAE's dtype. With none given for it, that of a float16 model is float32 if its configuration says that it
+    overflows in float16 (`force_upcast`)."""
+    is_upcast = dtype == torch.float16 and folder.config("vae").get("force_upcast", True)
+    return vae_dtype or (torch.float32 if is_upcast else dtype)
+
+
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:
     place = folder.path / name
     if name == "scheduler":
