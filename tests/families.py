@@ -261,6 +261,51 @@ def aura() -> Any:
     )
 
 
+HUNYUAN: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 16,
+    "cross_attention_dim_t5": T5["d_model"],
+    "pooled_projection_dim": 16,
+}
+BERT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": HUNYUAN["cross_attention_dim"],
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+DDPM: dict[str, Any] = tiny.SD2_SCHEDULER | {"_class_name": "DDPMScheduler", "timestep_spacing": "leading"}
+
+
+def bert_tokenizer() -> Any:
+    """A BERT tokenizer of single letters."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789"]
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters)]
+    return transformers.BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)})
+
+
+def hunyuan() -> Any:
+    return diffusers.HunyuanDiTPipeline(
+        transformer=diffusers.HunyuanDiT2DModel(**HUNYUAN).eval(),
+        scheduler=scheduler(DDPM),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=transformers.BertModel(transformers.BertConfig(**BERT)).eval(),
+        tokenizer=bert_tokenizer(),
+        text_encoder_2=t5(),
+        tokenizer_2=t5_tokenizer(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
 def chroma() -> Any:
     return diffusers.ChromaPipeline(
         transformer=diffusers.ChromaTransformer2DModel(**CHROMA).eval(),
@@ -383,6 +428,7 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "sana": lambda: sana(SANA_SCHEDULER),
     "sana-euler": lambda: sana(FLOW_SCHEDULER),
     "aura": aura,
+    "hunyuan": hunyuan,
     "qwen": qwen_image,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),

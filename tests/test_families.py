@@ -45,9 +45,11 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "sana": {"sampler": "dpmpp_2m", **WIDE},
     "sana-euler": {"sampler": "euler"},
     "aura": {"sampler": "euler", **WIDE},
+    "hunyuan": {"sampler": "DDPMScheduler", **WIDE},
     "qwen": {"sampler": "FlowMatchEulerDiscreteScheduler", "guidance_scale": 0.0},
 }
 """What the rows of a family's batch have in common."""
+CAPTURED = ("sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana", "aura", "hunyuan")
 
 
 def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
@@ -99,7 +101,9 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana", "aura"])
+@pytest.mark.parametrize(
+    "kind", ["sd3", "sd3.5", "flux", "klein-base", "pixart", "pixart-alpha", "sana", "aura", "hunyuan"]
+)
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
@@ -124,7 +128,7 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart", "sana", "aura"])
+@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "pixart", "sana", "aura", "hunyuan"])
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -136,7 +140,8 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize(
-    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha", "sana", "aura"]
+    "kind",
+    ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "pixart", "pixart-alpha", "sana", "aura", "hunyuan"],
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
@@ -149,8 +154,7 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
     row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler=known.sampler, width=64, height=64)
     engine = families.engine(kind)
     asked = tiny.batch([row], known)
-    (text,) = {one.shape[1] for name, one in engine.conditioning(asked).inputs.items() if one.ndim == 3}
-    assert known.text_length == text
+    assert known.text_length == sum(one.shape[1] for one in engine.conditioning(asked).inputs.values() if one.ndim == 3)
     (count,) = engine._count(asked)
     assert count.read == known.prompt_tokens
     assert count.dropped > 0

@@ -26,6 +26,7 @@ WITH_TORCH = (
         "models/flow.py",
         "models/flux.py",
         "models/flux2.py",
+        "models/hunyuan.py",
         "models/latent.py",
         "models/loading.py",
         "models/pixart.py",
@@ -53,8 +54,8 @@ LAYERS = [
     models.pattern models.folder jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 models.dit models.pixart models.sana models.aura checks planner spill encoders formats parts card
-    sources.cells axes expansion
+    models.flux2 models.dit models.pixart models.sana models.aura models.hunyuan checks planner spill encoders formats
+    parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room

@@ -24,7 +24,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import aura, flux, flux2, pixart, sana, sd, sd3, sdxl
+from batchgen.models import aura, flux, flux2, hunyuan, pixart, sana, sd, sd3, sdxl
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "PixArtSigmaPipeline": pixart.load_sigma,
     "SanaPipeline": sana.load,
     "AuraFlowPipeline": aura.load,
+    "HunyuanDiTPipeline": hunyuan.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 

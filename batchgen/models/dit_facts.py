@@ -17,6 +17,8 @@ AURA_LENGTH = 256
 """Likewise AuraFlowPipeline."""
 _AURA_SIDE = 128
 """Latents along a side, whatever the network's configuration says."""
+HUNYUAN_LENGTHS = (77, 256)
+"""Tokens of CLIP and of T5 that HunyuanDiTPipeline takes."""
 SANA_LENGTH = 300
 """Tokens of Gemma that the network is told; of the next, those that are the instructions' last and first."""
 _OF_INSTRUCTION = 2
@@ -69,6 +71,20 @@ def _of_more_steps(sampler: SamplerFacts) -> SamplerFacts:
     if sampler.scheduler in _DENOISED_LAST:
         return sampler
     return replace(sampler, makes=lambda steps: steps > 1 and sampler.makes(steps))
+
+
+def hunyuan_dit(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `pixart_sigma`, of a HunyuanDiT folder."""
+    return replace(
+        pixart_sigma(configs, clip_length),
+        family="hunyuan-dit",
+        steps=50,
+        guidance_scale=5.0,
+        text_length=sum(HUNYUAN_LENGTHS),
+        prompt_tokens=HUNYUAN_LENGTHS[1] - 1,
+        tokenizer="tokenizer_2",
+        reads=str,
+    )
 
 
 def sana(configs: Mapping[str, Config], clip_length: int) -> Facts:

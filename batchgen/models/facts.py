@@ -178,6 +178,7 @@ noise. Left out: inversion, other model families' own, and DPMSolverSDE, whose n
 
 _AFFINE: Mapping[str, tuple[str, Config]] = {
     "DDIMScheduler": ("x,e", {"clip_sample": True, "thresholding": False}),
+    "DDPMScheduler": ("x,e,z", {"clip_sample": True, "thresholding": False, "variance_type": "fixed_small"}),
     "PNDMScheduler": ("x,x1,e,e1,e2,e3", {"skip_prk_steps": False}),
     "EulerDiscreteScheduler": ("x,e", {}),
     "EulerAncestralDiscreteScheduler": ("x,e,z", {}),
@@ -226,6 +227,7 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object], stops_c
         or config.get("skip_prk_steps") is False
         or config.get("solver_order", 2) > 2
         or str(config.get("algorithm_type")).startswith("sde")
+        or str(config.get("variance_type")).startswith("learned")
     )
     evaluations = _evaluations(cls, config, scheduler)
     makes = _makes(cls, {**scheduler, **options})

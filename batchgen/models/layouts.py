@@ -110,6 +110,15 @@ _COMPONENTS_AURA: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("LlamaTokenizer", "LlamaTokenizerFast"), "tokenizer_config.json"),
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_HUNYUAN: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("HunyuanDiT2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("BertModel",), weights="model"),
+    "tokenizer": Component("transformers", ("BertTokenizer", "BertTokenizerFast"), "tokenizer_config.json"),
+    "text_encoder_2": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer_2": replace(_COMPONENTS_FLUX["tokenizer_2"], classes=(*_TOKENIZER_T5.classes, "MT5Tokenizer")),
+    "scheduler": _COMPONENTS["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -135,5 +144,6 @@ FAMILIES: Mapping[str, Layout] = {
     "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
     "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
     "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
+    "HunyuanDiTPipeline": Layout(_COMPONENTS_HUNYUAN, dit_facts.hunyuan_dit, "transformer"),
 }
 """By the pipeline class that model_index.json names."""
