@@ -235,7 +235,7 @@ AURA: dict[str, Any] = {
     "num_attention_heads": 2,
     "joint_attention_dim": T5["d_model"],
     "caption_projection_dim": 64,
-    "pos_embed_max_size": 64,
+    "pos_embed_max_size": 4096,
 }
 
 

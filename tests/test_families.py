@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models import hub
+from batchgen.models.family import Conditioning
 from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
@@ -107,6 +110,41 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     assert [capture.mode for capture in families.engine(kind, "graph").steps.captures] == ["graph"]
+
+
+class Host(TorchDispatchMode):
+    """Notes the operations that read or write tensors of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_flatten((args, kwargs, made))[0] if isinstance(one, torch.Tensor)]
+        self.operations += [str(func) for one in tensors if one.device.type == "cpu"]
+        return made
+
+
+@pytest.mark.parametrize("kind", CAPTURED)
+def test_a_step_touches_the_device_alone(kind: str) -> None:
+    """A capture can take nothing from the host. The device is torch's "meta", which has shapes and no values."""
+    engine, rows = families.engine(kind), mixed(kind)
+    model, told = engine.model, engine.conditioning(tiny.batch(rows, engine.facts))
+    weights = {name: one.to("meta") for name, one in model.network.state_dict(keep_vars=True).items()}
+    weights |= {name: one.to("meta") for name, one in model.network.named_buffers()}
+    conditioning = Conditioning(
+        told.guidance.to("meta"), told.is_guided, {name: one.to("meta") for name, one in told.inputs.items()}
+    )
+    latents = torch.cat([model.noise(row, torch.Generator()) for row in rows]).to("meta")
+
+    def network(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model.network, weights, args, kwargs)
+
+    with Host() as host:
+        made = model.predict(network, latents, latents.new_zeros(len(rows)), conditioning)
+    assert made.shape == latents.shape
+    assert host.operations == []
 
 
 @pytest.mark.parametrize("mode", ["compiled", "regional+graph"])
