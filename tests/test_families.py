@@ -209,6 +209,13 @@ def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None
     assert not torch.equal(told[0], told[1])
 
 
+def test_pixart_alpha_makes_one_step_where_diffusers_does() -> None:
+    known = families.engine("pixart-alpha").facts
+    assert [known.sampler_facts(name).makes(1) for name in (known.sampler, "LCMScheduler")] == [False, True]
+    with pytest.raises(IndexError):
+        families.reference("pixart-alpha", tiny.row(steps=1))
+
+
 @pytest.mark.parametrize(
     ("kind", "key", "why"),
     [
