@@ -452,10 +452,10 @@ def folder(kind: str) -> Path:
 
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
+    parts = ("norm", "embed", "_mod", "txt_in", "caption", "attn2", "time_step")
+    parts += tuple(f"joint_transformer_blocks.{number}.attn.add_v" for number in range(2))
     for name, one in pipeline.transformer.named_parameters():
-        if one.ndim > 1 and any(
-            part in name for part in ("norm", "embed", "_mod", "txt_in", "caption", "attn2", "time_step", "add_v")
-        ):
+        if one.ndim > 1 and any(part in name for part in parts):
             torch.nn.init.normal_(one, std=0.2)
 
 
