@@ -26,7 +26,7 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
     for checked, _, good in surveyed.batches():
         for column in ("prompt", "negative_prompt"):
             texts = getattr(checked, column).take(good).fill_null("").to_pylist()
-            counts = count_tokens(tokenizer, texts, surveyed.rules.facts.prompt_tokens)
+            counts = count_tokens(tokenizer, texts, surveyed.rules.facts)
             for place, count in zip(good.tolist(), counts, strict=True):
                 if count.dropped:
                     num_found += 1

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from batchgen.engine.whole import open_model
 from batchgen.job import Model
 from batchgen.models import demo
+from batchgen.models.dit_facts import sana_instruction
 from batchgen.models.tokens import lengths_of
 from batchgen.records import Batch, Row
 from tests import tiny
@@ -130,9 +131,9 @@ PIXART: dict[str, Any] = {
     "in_channels": 4,
     "out_channels": 8,
     "num_layers": 2,
-    "attention_head_dim": 8,
+    "attention_head_dim": 12,
     "num_attention_heads": 4,
-    "cross_attention_dim": 32,
+    "cross_attention_dim": 48,
     "caption_channels": T5["d_model"],
 }
 CHROMA: dict[str, Any] = {
@@ -150,13 +151,161 @@ CHROMA: dict[str, Any] = {
 }
 
 
-def pixart() -> Any:
-    return diffusers.PixArtSigmaPipeline(
-        transformer=diffusers.PixArtTransformer2DModel(**PIXART).eval(),
+def pixart(cls: Any, transformer: Mapping[str, Any], **options: Any) -> Any:
+    return cls(
+        transformer=diffusers.PixArtTransformer2DModel(**transformer).eval(),
         scheduler=scheduler(tiny.SD1_SCHEDULER | {"_class_name": "DPMSolverMultistepScheduler"}),
         vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
         text_encoder=t5(),
         tokenizer=t5_tokenizer(),
+        **options,
+    )
+
+
+def pag() -> Any:
+    return pixart(diffusers.PixArtSigmaPAGPipeline, PIXART, pag_applied_layers="blocks.1")
+
+
+GEMMA: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+SANA: dict[str, Any] = {
+    "sample_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "caption_channels": GEMMA["hidden_size"],
+}
+SANA_SCHEDULER: dict[str, Any] = {
+    "_class_name": "DPMSolverMultistepScheduler",
+    "use_flow_sigmas": True,
+    "flow_shift": 3.0,
+    "prediction_type": "flow_prediction",
+}
+DC: dict[str, Any] = {
+    "latent_channels": 4,
+    "attention_head_dim": 2,
+    "encoder_block_out_channels": (4,) * 6,
+    "decoder_block_out_channels": (4,) * 6,
+    "encoder_block_types": ("ResBlock",) * 5 + ("EfficientViTBlock",),
+    "decoder_block_types": ("ResBlock",) * 5 + ("EfficientViTBlock",),
+    "encoder_layers_per_block": (1,) * 6,
+    "decoder_layers_per_block": (1,) * 6,
+    "encoder_qkv_multiscales": ((),) * 5 + ((5,),),
+    "decoder_qkv_multiscales": ((),) * 5 + ((5,),),
+    "scaling_factor": 0.4,
+}
+
+
+def gemma_tokenizer() -> Any:
+    """A Gemma tokenizer of single bytes, one word, and the lines of Sana's instructions but the last."""
+    special = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    pieces = [*special, "▁", "▁a", *map(chr, range(33, 127)), *(f"<0x{byte:02X}>" for byte in range(128, 256))]
+    made = transformers.GemmaTokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)}, merges=[("▁", "a")], add_bos_token=True
+    )
+    made.add_tokens(sana_instruction().split("\n")[:-1])
+    return made
+
+
+def sana(schedule: Mapping[str, Any]) -> Any:
+    return diffusers.SanaPipeline(
+        transformer=diffusers.SanaTransformer2DModel(**SANA).eval(),
+        scheduler=scheduler(schedule),
+        vae=diffusers.AutoencoderDC(**DC).eval(),
+        text_encoder=transformers.Gemma2Model(transformers.Gemma2Config(**GEMMA)).eval(),
+        tokenizer=gemma_tokenizer(),
+    )
+
+
+AURA: dict[str, Any] = {
+    "sample_size": 128,
+    "in_channels": 4,
+    "num_mmdit_layers": 2,
+    "num_single_dit_layers": 1,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": T5["d_model"],
+    "caption_projection_dim": 64,
+    "pos_embed_max_size": 4096,
+}
+
+
+def llama_tokenizer() -> Any:
+    """A Llama tokenizer of single characters, which ends texts as T5's does."""
+    pieces = ["<pad>", "</s>", "<unk>", "<s>", "▁", *map(chr, range(33, 127))]
+    return transformers.LlamaTokenizer(
+        vocab={piece: number for number, piece in enumerate(pieces)},
+        merges=[],
+        pad_token="<pad>",
+        add_bos_token=False,
+        add_eos_token=True,
+    )
+
+
+def aura() -> Any:
+    return diffusers.AuraFlowPipeline(
+        transformer=diffusers.AuraFlowTransformer2DModel(**AURA).eval(),
+        scheduler=scheduler(FLOW_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**T5)).eval(),
+        tokenizer=llama_tokenizer(),
+    )
+
+
+HUNYUAN: dict[str, Any] = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "cross_attention_dim": 16,
+    "cross_attention_dim_t5": T5["d_model"],
+    "pooled_projection_dim": 16,
+}
+BERT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": HUNYUAN["cross_attention_dim"],
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+DDPM: dict[str, Any] = tiny.SD2_SCHEDULER | {"_class_name": "DDPMScheduler", "timestep_spacing": "leading"}
+
+
+def bert_tokenizer() -> Any:
+    """A BERT tokenizer of single letters."""
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789"]
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters)]
+    return transformers.BertTokenizer(vocab={piece: number for number, piece in enumerate(pieces)})
+
+
+def hunyuan() -> Any:
+    return diffusers.HunyuanDiTPipeline(
+        transformer=diffusers.HunyuanDiT2DModel(**HUNYUAN).eval(),
+        scheduler=scheduler(DDPM),
+        vae=diffusers.AutoencoderKL(**demo.VAE).eval(),
+        text_encoder=transformers.BertModel(transformers.BertConfig(**BERT)).eval(),
+        tokenizer=bert_tokenizer(),
+        text_encoder_2=t5(),
+        tokenizer_2=t5_tokenizer(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
     )
 
 
@@ -327,8 +476,14 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "flux": lambda: flux(FLUX, SHIFTING_SCHEDULER),
     "klein": lambda: flux2(is_distilled=True),
     "klein-base": lambda: flux2(is_distilled=False),
-    "pixart": pixart,
     "bria": bria,
+    "pag": pag,
+    "pixart": lambda: pixart(diffusers.PixArtSigmaPipeline, PIXART),
+    "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
+    "sana": lambda: sana(SANA_SCHEDULER),
+    "sana-euler": lambda: sana(FLOW_SCHEDULER),
+    "aura": aura,
+    "hunyuan": hunyuan,
     "qwen": qwen_image,
     "z-image": z_image,
     "chroma": chroma,
@@ -353,8 +508,10 @@ def folder(kind: str) -> Path:
 
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
+    parts = ("norm", "embed", "_mod", "txt_in", "caption", "attn2", "time_step")
+    parts += tuple(f"joint_transformer_blocks.{number}.attn.add_v" for number in range(2))
     for name, one in pipeline.transformer.named_parameters():
-        if one.ndim > 1 and any(part in name for part in ("norm", "embed", "_mod", "txt_in")):
+        if one.ndim > 1 and any(part in name for part in parts):
             torch.nn.init.normal_(one, std=0.2)
 
 
@@ -391,8 +548,8 @@ def reference(kind: str, row: Row, output_type: str = "pil") -> Any:
     own: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
     # Its state is of the row before.
     pipe.scheduler = scheduler(json.loads((folder(kind) / "scheduler" / "scheduler_config.json").read_text()))
-    if "use_resolution_binning" in inspect.signature(pipe.__call__).parameters:
-        own["use_resolution_binning"] = False
+    taken = inspect.signature(pipe.__call__).parameters
+    own |= {name: False for name in ("use_resolution_binning", "clean_caption") if name in taken}
     if kind != "qwen":
         own["guidance_scale"] = row.guidance_scale
     if row.negative_prompt is not None:

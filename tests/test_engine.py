@@ -132,13 +132,14 @@ def test_tokens_are_counted(engine: Engine) -> None:
 
 
 def test_tokens_are_counted_without_the_model() -> None:
-    tokenizer = load_tokenizer(tiny.job(tiny.folder("sd1")).model)
-    assert [(count.read, count.dropped) for count in count_tokens(tokenizer, ["ab c", "a" * 80], 75)] == [
+    model = tiny.job(tiny.folder("sd1")).model
+    tokenizer, known = load_tokenizer(model), facts_of(model)
+    assert [(count.read, count.dropped) for count in count_tokens(tokenizer, ["ab c", "a" * 80], known)] == [
         (3, 0),
         (75, 5),
     ]
     assert load_tokenizer(tiny.job("pattern").model) is None
-    assert count_tokens(tokenizer, [], 75) == []
+    assert count_tokens(tokenizer, [], known) == []
 
 
 def test_null_negative_prompt_is_the_empty_one(engine: Engine) -> None:

@@ -14,15 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from batchgen.errors import UsageError
 from batchgen.job import Model
 from batchgen.models import hub
+from batchgen.models.family import Conditioning
 from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
 from tests import families, tiny
 
-PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍é")
+PROMPTS = ("A red CUBE ", tiny.LONG, "", "🐉 龍 é")
 """The first and the last are of one length to a tokenizer of bytes."""
 NEGATIVES = (None, "a word", "blurry, ugly", "")
 SEEDS = (0, 2**32 + 7, 2**64 - 1, 12)
@@ -40,13 +43,26 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "schnell": {"sampler": "euler", "guidance_scale": 0.0},
     "klein": {"sampler": "euler", "guidance_scale": 0.0},
     "klein-base": {"sampler": "euler", **WIDE},
+    "pag": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "pixart": {"sampler": "DPMSolverMultistepScheduler", **WIDE},
     "qwen": {"sampler": "euler", "guidance_scale": 0.0, **WIDE},
     "z-image": {"sampler": "euler", **WIDE},
     "chroma": {"sampler": "euler", **WIDE},
     "bria": {"sampler": "FlowMatchEulerDiscreteScheduler", **WIDE},
+    "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
+    "sana": {"sampler": "dpmpp_2m", **WIDE},
+    "sana-euler": {"sampler": "euler"},
+    "aura": {"sampler": "euler", **WIDE},
+    "hunyuan": {"sampler": "DDPMScheduler", **WIDE},
 }
 """What the rows of a family's batch have in common."""
+CAPTURED = (
+    *("sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"),
+    *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+)
+AT_FIRST_ON_THE_HOST = ("qwen", "z-image", "chroma")
+"""The first two make their rotary table there in the first call, before any capture, and Chroma a tensor of which only the
+shape is read."""
 
 
 def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
@@ -125,12 +141,48 @@ def test_rows_from_an_image_beside_rows_from_text(kind: str) -> None:
         assert np.abs(made - np.asarray(families.reference(kind, changed), int)).max() > 3, name
 
 
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"])
+@pytest.mark.parametrize("kind", CAPTURED)
 def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     captures = families.engine(kind, "graph").steps.captures
     assert {(capture.mode, capture.deviation) for capture in captures} == {("graph", 0.0)}
     assert len({str(capture.bucket) for capture in captures}) == len(families.batches(kind, mixed(kind)))
+
+
+class Host(TorchDispatchMode):
+    """Notes the operations that read or write tensors of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_flatten((args, kwargs, made))[0] if isinstance(one, torch.Tensor)]
+        self.operations += [str(func) for one in tensors if one.device.type == "cpu"]
+        return made
+
+
+@pytest.mark.parametrize("kind", sorted({*CAPTURED} - {*AT_FIRST_ON_THE_HOST}))
+def test_a_step_touches_the_device_alone(kind: str) -> None:
+    """A capture can take nothing from the host. The device is torch's "meta", which has shapes and no values."""
+    engine, rows = families.engine(kind), mixed(kind)
+    asked = families.batches(kind, rows)[0]
+    model, told = engine.model, engine.conditioning(asked)
+    weights = {name: one.to("meta") for name, one in model.network.state_dict(keep_vars=True).items()}
+    weights |= {name: one.to("meta") for name, one in model.network.named_buffers()}
+    conditioning = Conditioning(
+        told.guidance.to("meta"), told.is_guided, {name: one.to("meta") for name, one in told.inputs.items()}
+    )
+    latents = torch.cat([model.noise(row, torch.Generator()) for row in asked.rows]).to("meta")
+
+    def network(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model.network, weights, args, kwargs)
+
+    with Host() as host:
+        made = model.predict(network, latents, latents.new_zeros(len(asked.rows)), conditioning)
+    assert made.shape == latents.shape
+    assert host.operations == []
 
 
 @pytest.mark.parametrize("mode", ["compiled", "regional+graph"])
@@ -152,7 +204,9 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
-@pytest.mark.parametrize("kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma"])
+@pytest.mark.parametrize(
+    "kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "aura", "hunyuan"]
+)
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     patterns = list(hub.file_patterns(variant))
@@ -164,21 +218,30 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
 
 
 @pytest.mark.parametrize(
-    "kind", ["sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"]
+    "kind",
+    [
+        *("sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"),
+        *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+    ],
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
     known, pipe = families.engine(kind).facts, families.pipeline(kind)
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
     assert known.steps == defaults["num_inference_steps"]
     assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
-    assert known.width == known.height == getattr(pipe, "default_sample_size", 128) * pipe.vae_scale_factor
+    side = getattr(pipe, "default_sample_size", None) or getattr(pipe.transformer.config, "sample_size", None) or 128
+    assert known.width == known.height == side * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
-    row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler="euler", width=64, height=64)
+    row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler=known.sampler, width=64, height=64)
     engine = families.engine(kind)
     (asked,) = families.batches(kind, [row])
-    (*negative, text) = sorted({one.shape[1] for one in engine.conditioning(asked).inputs.values() if one.ndim == 3})
-    assert known.text_length == asked.group.text_length == text
-    assert negative == ([asked.group.negative_length] if asked.group.negative_length else [])
+    lengths = [one.shape[1] for one in engine.conditioning(asked).inputs.values() if one.ndim == 3]
+    if known.lengths is None:
+        assert known.text_length == asked.group.text_length == sum(lengths)
+    else:
+        (*negative, text) = sorted(set(lengths))
+        assert known.text_length == asked.group.text_length == text
+        assert negative == ([asked.group.negative_length] if asked.group.negative_length else [])
     (count,) = engine._count(asked)
     assert count.read == known.prompt_tokens
     assert count.dropped > 0
@@ -189,9 +252,34 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
         assert (lengths.template, lengths.skipped) == template
 
 
-def test_step_noise_that_no_seed_decides_is_refused(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.folder("flux"), tmp_path / "model"))
+def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None:
+    """The instructions' last token and the first of these prompts are one."""
+    engine, told = families.engine("sana"), list[torch.Tensor]()
+    for length, dropped in ((298, 0), (299, 0), (300, 1)):
+        asked = tiny.batch([tiny.row(prompt="A" * length, sampler="dpmpp_2m", guidance_scale=1.0)], engine.facts)
+        assert engine._count(asked)[0].dropped == dropped
+        told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
+    assert torch.equal(told[1], told[2])
+    assert not torch.equal(told[0], told[1])
+
+
+def test_pixart_alpha_makes_one_step_where_diffusers_does() -> None:
+    known = families.engine("pixart-alpha").facts
+    assert [known.sampler_facts(name).makes(1) for name in (known.sampler, "LCMScheduler")] == [False, True]
+    with pytest.raises(IndexError):
+        families.reference("pixart-alpha", tiny.row(steps=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "why"),
+    [
+        ("flux", "stochastic_sampling", "whose noise no seed decides"),
+        ("sana-euler", "use_dynamic_shifting", "tells it no size"),
+    ],
+)
+def test_schedulers_that_a_pipeline_cannot_run_are_refused(tmp_path: Path, kind: str, key: str, why: str) -> None:
+    folder = Path(shutil.copytree(families.folder(kind), tmp_path / "model"))
     file = folder / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
-    with pytest.raises(UsageError, match="stochastic_sampling, whose noise no seed decides"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: True}))
+    with pytest.raises(UsageError, match=f"{key}.* {why}"):
         facts_of(Model(path=str(folder)))

@@ -27,7 +27,7 @@ from tests import families, runs, tiny
 def test_planning_needs_no_torch() -> None:
     program = (
         "import sys; from batchgen.job import Model; from batchgen.models.folder import facts_of;"
-        f"found = facts_of(Model(path={str(families.folder('pixart'))!r}));"
+        f"found = facts_of(Model(path={str(families.folder('pag'))!r}));"
         "assert not found.is_captured and 'negative_prompt' in found.columns;"
         "sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
     )
@@ -35,11 +35,11 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_facts_come_from_signature_and_configuration() -> None:
-    pixart, bria = (facts_of(Model(path=str(families.folder(kind)))) for kind in ("pixart", "bria"))
-    assert (pixart.family, pixart.steps, pixart.guidance_scale, pixart.width) == ("generic", 20, 4.5, 64)
-    assert pixart.sampler == "DPMSolverMultistepScheduler"
+    pag, bria = (facts_of(Model(path=str(families.folder(kind)))) for kind in ("pag", "bria"))
+    assert (pag.family, pag.steps, pag.guidance_scale, pag.width) == ("generic", 20, 4.5, 64)
+    assert pag.sampler == "DPMSolverMultistepScheduler"
     assert (bria.steps, bria.guidance_scale, bria.width, bria.size_multiple) == (30, 5.0, 1024, 8)
-    assert pixart.columns == (
+    assert pag.columns == (
         *("prompt", "negative_prompt", "width", "height", "steps", "guidance_scale", "sampler", "seed"),
     )
     qwen = generic.facts("QwenImagePipeline", {}, "transformer")
@@ -60,7 +60,7 @@ def test_facts_come_from_signature_and_configuration() -> None:
     ],
 )
 def test_pipelines_that_make_something_else_are_refused(tmp_path: Path, pipeline: str, why: str) -> None:
-    folder = Path(shutil.copytree(families.folder("pixart"), tmp_path / "model"))
+    folder = Path(shutil.copytree(families.folder("pag"), tmp_path / "model"))
     edit(folder, _class_name=pipeline)
     with pytest.raises(UsageError, match=why):
         find_model(Model(path=str(folder)))
@@ -79,14 +79,14 @@ def test_pipelines_that_make_images_of_text_are_taken(name: str) -> None:
 
 
 def test_code_of_the_folder_is_never_run(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.folder("pixart"), tmp_path / "model"))
+    folder = Path(shutil.copytree(families.folder("pag"), tmp_path / "model"))
     edit(folder, transformer=["my_network", "MyNetwork"])
     with pytest.raises(UsageError, match="never run"):
         find_model(Model(path=str(folder)))
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(families.folder("pixart"), tmp_path / "model"))
+    folder = Path(shutil.copytree(families.folder("pag"), tmp_path / "model"))
     weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     kept = weights.rename(folder / "kept")
     with pytest.raises(UsageError, match=r"transformer lacks diffusion_pytorch_model\.safetensors"):
@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_what_is_fetched_is_what_is_read(tmp_path: Path, variant: str | None) -> None:
-    families.pipeline("pixart").save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
+    families.pipeline("pag").save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
     found = find_model(Model(path=str(tmp_path), variant=variant))
     wanted = [*generic.patterns(found.index, variant, ()), "model_index.json"]
     for file in found.files:
@@ -112,7 +112,13 @@ def test_what_is_fetched_is_what_is_read(tmp_path: Path, variant: str | None) ->
 @pytest.mark.parametrize("override", ["engine.mode=graph", "engine.decode_batch=2", "model.vae_dtype=float32"])
 def test_keys_without_effect_are_refused(override: str) -> None:
     with pytest.raises(UsageError, match=rf"{override.split('=')[0]} = .* has no effect on model"):
-        WholePipeline(tiny.job(families.folder("pixart"), override))
+        WholePipeline(tiny.job(families.folder("pag"), override))
+
+
+def test_prompts_are_never_cleaned_whatever_is_installed() -> None:
+    made = families.engine("pag")
+    told = made._arguments(tiny.row(sampler=made.facts.sampler), tiny.never)
+    assert (told["clean_caption"], told["use_resolution_binning"]) == (False, False)
 
 
 def test_a_row_is_dropped_between_two_steps() -> None:
@@ -138,7 +144,7 @@ def test_a_size_that_the_pipeline_rounds_fails_the_row() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["pixart", "flux", "z-image"])
+@pytest.mark.parametrize("kind", ["pag", "flux", "z-image"])
 def test_a_run_from_manifest_to_files(tmp_path: Path, kind: str) -> None:
     known = facts_of(Model(path=str(families.folder(kind))))
     columns: dict[str, list[object]] = {

@@ -49,8 +49,8 @@ def rows(sampler: str, steps: tuple[int, ...] = (4, 9, 6)) -> list[Row]:
     ]
 
 
-SAMPLERS = ["ddim", "pndm", "euler", "euler_ancestral", "heun", "deis", "dpmpp_2m", "dpmpp_2m_karras"]
-OWN = ["UniPCMultistepScheduler", "DDPMScheduler"]
+SAMPLERS = ["ddim", "pndm", "euler", "euler_ancestral", "heun", "deis", "dpmpp_2m", "dpmpp_2m_karras", "DDPMScheduler"]
+OWN = ["UniPCMultistepScheduler"]
 
 
 def batch_of(sampler: str) -> list[Row]:

@@ -20,12 +20,17 @@ WITH_TORCH = (
     *(
         "engine/",
         "models/demo/",
+        "models/aura.py",
+        "models/dit.py",
         "models/family.py",
         "models/flow.py",
         "models/flux.py",
         "models/flux2.py",
+        "models/hunyuan.py",
         "models/latent.py",
         "models/loading.py",
+        "models/pixart.py",
+        "models/sana.py",
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
     *("models/chroma.py", "models/qwen_image.py", "models/varying.py", "models/z_image.py"),
@@ -46,16 +51,17 @@ LAYERS = [
     job slurm.task refilling manifest_files disk metadata carried models.demo.captions models.demo.drawing
     models.demo.judge models.demo.networks pictures models.unet_facts models.flow_facts models.family identity ledger
     costs sizes sources.cells engine.meter doctor.machine
-    options generator codec models.demo.training models.layouts jobs.origins manifest known plan_index glance selection
+    options generator codec models.demo.training jobs.origins manifest known plan_index glance selection
     reporting.spending init_images strengths models.latent encoders formats card axes engine.crossing engine.samplers
-    modes sources.hub sources.jsonlines sources.tables heart differences slurm.script memory
-    models.demo.autoencoder models.demo.denoiser models.generic models.pattern models.unet models.flow checks planner
-    parts expansion engine.devices writer engine.compiling engine.denoise balance making reporting.plots bench.building
-    models.demo.train models.hub models.varying identified duplicates rejections engine.forecasts engine.room product
-    engine.relay models.contents
-    models.loading engine.tuning engine.decode engine.steps importer models.completeness models.footprint
+    modes sources.hub sources.jsonlines sources.tables heart differences slurm.script memory models.dit_facts
+    models.layouts models.demo.autoencoder models.demo.denoiser models.pattern models.unet models.flow checks planner
+    parts expansion engine.devices writer engine.compiling engine.denoise balance making reporting.plots models.dit
+    models.generic bench.building models.demo.train models.varying identified duplicates rejections engine.forecasts
+    engine.room product engine.relay
+    models.hub models.contents engine.tuning engine.decode engine.steps importer
+    models.loading models.completeness models.footprint engine.safety
     models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image models.z_image
-    engine.residence engine.safety
+    engine.residence models.aura models.hunyuan models.pixart models.sana
     models.tokens models.chroma engine.prompts doctor.model bench.baselines
     survey engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch

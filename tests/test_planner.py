@@ -262,8 +262,8 @@ ROWS = st.lists(
 def test_rows_are_grouped_by_shape_guidance_and_form(
     rows: list[tuple[int, int, float, int, int]], read_rows: int
 ) -> None:
-    """`DDPMScheduler` runs its own update: its sampler and steps belong to the group."""
-    samplers = ["ddim", "heun", "dpmpp_2m", "DDPMScheduler"]
+    """`UniPCMultistepScheduler` runs its own update: its sampler and steps belong to the group."""
+    samplers = ["ddim", "heun", "dpmpp_2m", "UniPCMultistepScheduler"]
     grouper = Grouper.of(PATTERN, samplers)
     for some in (rows[start : start + read_rows] for start in range(0, len(rows), read_rows)):
         width, height, guidance, sampler, steps = zip(*some, strict=True)
@@ -272,7 +272,7 @@ def test_rows_are_grouped_by_shape_guidance_and_form(
         )
         for place, (wide, high, scale, name, count) in enumerate(some):
             facts = PATTERN.sampler_facts(samplers[name])
-            own = ("DDPMScheduler", count) if samplers[name] == "DDPMScheduler" else ("", 0)
+            own = ("UniPCMultistepScheduler", count) if samplers[name] == "UniPCMultistepScheduler" else ("", 0)
             assert grouper.groups[numbers[place]] == Group(wide, high, scale > 1, 0, facts.form, *own)
             assert evaluations[place] == facts.evaluations(count)
     assert len(set(grouper.groups)) == len(grouper.groups)

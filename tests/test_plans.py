@@ -37,7 +37,7 @@ LINES = st.fixed_dictionaries(
         "height": st.sampled_from([None, 64, 96]),
         "steps": st.sampled_from([None, 1, 20, 30]),
         "guidance_scale": st.sampled_from([None, 1.0, 7.5]),
-        "sampler": st.sampled_from([None, "heun", "DDPMScheduler"]),
+        "sampler": st.sampled_from([None, "heun", "UniPCMultistepScheduler"]),
         "seed": st.sampled_from([None, -1, 0, 2**63 - 1]),
         "num_images": st.sampled_from([None, 1, 3]),
         "own": st.sampled_from(["x", None]),

@@ -36,7 +36,7 @@ from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import chroma, flux, flux2, qwen_image, sd, sd3, sdxl, z_image
+from batchgen.models import aura, chroma, flux, flux2, hunyuan, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
@@ -55,6 +55,11 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "QwenImagePipeline": qwen_image.load,
     "ChromaPipeline": chroma.load,
     "ZImagePipeline": z_image.load,
+    "PixArtAlphaPipeline": pixart.load_alpha,
+    "PixArtSigmaPipeline": pixart.load_sigma,
+    "SanaPipeline": sana.load,
+    "AuraFlowPipeline": aura.load,
+    "HunyuanDiTPipeline": hunyuan.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -285,10 +290,10 @@ class Engine:
 
     def _count(self, batch: Batch) -> list[TokenCount]:
         """Tokens read of each prompt; dropped of it and, where the row is guided, of its negative prompt."""
-        tokenizer, room = self.model.tokenizer, self.facts.prompt_tokens
-        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], room)
+        tokenizer = self.model.tokenizer
+        prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], self.facts)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(tokenizer, texts, room)
+        negatives = count_tokens(tokenizer, texts, self.facts)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)

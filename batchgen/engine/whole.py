@@ -107,7 +107,8 @@ class WholePipeline:
 
 def arguments(row: Row, facts: Facts) -> dict[str, Any]:
     """A row as diffusers' pipelines are told of it. A null negative prompt is what the pipeline itself takes where it
-    is told none; sizes are never changed to one of a pipeline's bins."""
+    is told none; sizes are never changed to one of a pipeline's bins, nor prompts cleaned, which diffusers does only
+    where the packages for it are installed."""
     is_told = facts.guided_above is not None and row.negative_prompt is not None
     guided: dict[str, Any] = {"negative_prompt": row.negative_prompt} if is_told else {}
     if facts.takes_guidance_scale:
@@ -121,6 +122,7 @@ def arguments(row: Row, facts: Facts) -> dict[str, Any]:
         "true_cfg_scale": row.true_cfg_scale,
         "generator": torch.Generator("cpu").manual_seed(row.seed),
         "use_resolution_binning": False,
+        "clean_caption": False,
         "output_type": "np",
     }
 

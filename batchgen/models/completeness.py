@@ -16,6 +16,8 @@ from batchgen.models.layouts import FAMILIES, Component
 from batchgen.wording import listed
 
 _VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors")
+_VOCABULARIES = ("vocab.json", "tokenizer.json", "vocab.txt", "spiece.model", "tokenizer.model")
+"""Files of a tokenizer, one of which it needs."""
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 CONVERT = (
     "convert it once with its pipeline class in diffusers (StableDiffusionPipeline, StableDiffusionXLPipeline): "
@@ -122,17 +124,14 @@ def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
 
 
 def _tokenizer_files(path: Path, component: str) -> list[str]:
-    names = (
-        "tokenizer.json",
-        "vocab.json",
-        "merges.txt",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-    )
-    found = [name for name in names if (path / component / name).is_file()]
-    if not {"tokenizer.json", "vocab.json"} & set(found):
-        raise UsageError(f"model folder {path} lacks {component}/vocab.json or {component}/tokenizer.json")
+    vocabularies = [name for name in _VOCABULARIES if (path / component / name).is_file()]
+    if not vocabularies:
+        raise UsageError(f"model folder {path} lacks {component}/{f' or {component}/'.join(_VOCABULARIES)}")
+    if "tokenizer.json" in vocabularies:
+        # It holds all that a .model file does, and is what is read.
+        vocabularies = [name for name in vocabularies if not name.endswith(".model")]
+    others = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+    found = vocabularies + [name for name in others if (path / component / name).is_file()]
     return [f"{component}/{name}" for name in found]
 
 

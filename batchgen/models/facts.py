@@ -100,6 +100,8 @@ class Facts:
     """The default of that column for a row with an init image; None where the family takes no init image."""
     makes_cut_step: bool = False
     """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
+    reads: Callable[[str], str] = str
+    """What the tokenizer is given of a prompt; what that adds to every prompt does not count."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""
@@ -206,6 +208,7 @@ noise. Left out: inversion, other model families' own, and DPMSolverSDE, whose n
 
 _AFFINE: Mapping[str, tuple[str, Config]] = {
     "DDIMScheduler": ("x,e", {"clip_sample": True, "thresholding": False}),
+    "DDPMScheduler": ("x,e,z", {"clip_sample": True, "thresholding": False, "variance_type": "fixed_small"}),
     "PNDMScheduler": ("x,x1,e,e1,e2,e3", {"skip_prk_steps": False}),
     "EulerDiscreteScheduler": ("x,e", {}),
     "EulerAncestralDiscreteScheduler": ("x,e,z", {}),
@@ -254,6 +257,7 @@ def _sampler(scheduler: Config, cls: str, options: Mapping[str, object], stops_c
         or config.get("skip_prk_steps") is False
         or config.get("solver_order", 2) > 2
         or str(config.get("algorithm_type")).startswith("sde")
+        or str(config.get("variance_type")).startswith("learned")
     )
     evaluations = _evaluations(cls, config, scheduler)
     makes = _makes(cls, {**scheduler, **options})

@@ -11,7 +11,8 @@ from batchgen.models.lengths import Lengths
 SCHEDULERS = ("FlowMatchEulerDiscreteScheduler",)
 """Those that the pipelines of these families are made for."""
 _EULER = SamplerFacts(SCHEDULERS[0], form="x,e")
-_SAMPLERS: Mapping[str, SamplerFacts] = {"euler": _EULER, SCHEDULERS[0]: _EULER}
+EULER: Mapping[str, SamplerFacts] = {"euler": _EULER, SCHEDULERS[0]: _EULER}
+"""The one sampler of flow matching, by its names."""
 SD3_T5_LENGTH, FLUX_T5_LENGTH = 256, 512
 """Tokens of T5 that StableDiffusion3Pipeline and FluxPipeline take by default."""
 FLUX2_LENGTH = 512
@@ -51,7 +52,7 @@ def stable_diffusion_3(configs: Mapping[str, Config], clip_length: int) -> Facts
         guidance_scale=7.0,
         sampler=SCHEDULERS[0],
         text_length=clip_length + SD3_T5_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         max_size=network.get("pos_embed_max_size", 96) * multiple,
         prompt_tokens=SD3_T5_LENGTH - 1 if has_t5 else clip_length - 2,
@@ -76,7 +77,7 @@ def flux(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=3.5 if is_distilled else 0.0,
         sampler=SCHEDULERS[0],
         text_length=FLUX_T5_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guiding="true_cfg_scale",
         true_cfg_scale=1.0,
         needs_negative=True,
@@ -105,7 +106,7 @@ def flux2_klein(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=0.0 if is_distilled else 4.0,
         sampler=SCHEDULERS[0],
         text_length=FLUX2_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guided_above=None if is_distilled else 1.0,
         takes_negative=False,
         takes_guidance_scale=not is_distilled,
@@ -129,7 +130,7 @@ def qwen_image(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=0.0,
         sampler=SCHEDULERS[0],
         text_length=QWEN_LENGTHS.allowed[-1],
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guiding="true_cfg_scale",
         true_cfg_scale=4.0,
         needs_negative=True,
@@ -155,7 +156,7 @@ def z_image(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=5.0,
         sampler=SCHEDULERS[0],
         text_length=Z_LENGTHS.allowed[-1],
-        samplers=_SAMPLERS,
+        samplers=EULER,
         guided_above=0.0,
         half_dtype="bfloat16",
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
@@ -179,7 +180,7 @@ def chroma(configs: Mapping[str, Config], clip_length: int) -> Facts:
         guidance_scale=5.0,
         sampler=SCHEDULERS[0],
         text_length=FLUX_T5_LENGTH,
-        samplers=_SAMPLERS,
+        samplers=EULER,
         half_dtype="bfloat16",
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         prompt_tokens=FLUX_T5_LENGTH - 1,

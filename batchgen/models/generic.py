@@ -24,7 +24,8 @@ _CONFIGS = {
     "image_processor": "preprocessor_config.json",
 }
 """By the beginnings of components' names; all others are networks."""
-_TEXTS = (".json", ".txt", ".model", ".jinja")
+TEXTS = (".json", ".txt", ".model", ".jinja")
+"""Endings of what lies beside weights: configurations, vocabularies, templates."""
 _STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
@@ -45,14 +46,14 @@ def _component(name: str, library: str, cls: str) -> Component:
 
 def texts(path: Path, components: Iterable[str]) -> list[str]:
     """All files of these components but weights: configurations, vocabularies, templates."""
-    found = (file for name in components for file in (path / name).iterdir() if file.suffix in _TEXTS)
+    found = (file for name in components for file in (path / name).iterdir() if file.suffix in TEXTS)
     return sorted(f"{file.parent.name}/{file.name}" for file in found if ".index." not in file.name)
 
 
 def patterns(index: Config, variant: str | None, there: Collection[str]) -> Iterator[str]:
     """The file names to fetch of a pipeline whose model_index.json is given, of those that are there."""
     for name, component in layout(index).components.items():
-        yield from (f"{name}/*{suffix}" for suffix in _TEXTS)
+        yield from (f"{name}/*{suffix}" for suffix in TEXTS)
         if component.weights:
             yield from weights(name, component.weights, variant, there)
 

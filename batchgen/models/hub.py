@@ -125,6 +125,6 @@ def file_patterns(
     for name, component in {name: one for some in components for name, one in some.items()}.items():
         yield f"{name}/{component.config}"
         if component.is_tokenizer:
-            yield from (f"{name}/*.json", f"{name}/*.txt", f"{name}/*.jinja")
+            yield from (f"{name}/*{suffix}" for suffix in generic.TEXTS)
         if component.weights and (only is None or name in only):
             yield from generic.weights(name, component.weights, variant, there)

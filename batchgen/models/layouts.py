@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from batchgen.models import facts, flow_facts, unet_facts
+from batchgen.models import dit_facts, facts, flow_facts, unet_facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,39 @@ _COMPONENTS_CHROMA: Mapping[str, Component] = {
     "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_PIXART: Mapping[str, Component] = {
+    # Folders of the hub name the class that it was before it had one of its own.
+    "transformer": Component(
+        "diffusers", ("PixArtTransformer2DModel", "Transformer2DModel"), weights="diffusion_pytorch_model"
+    ),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer": _COMPONENTS_FLUX["tokenizer_2"],
+    "scheduler": _COMPONENTS["scheduler"],
+}
+_COMPONENTS_SANA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("SanaTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": Component("diffusers", ("AutoencoderDC",), weights="diffusion_pytorch_model"),
+    "text_encoder": Component("transformers", ("Gemma2Model",), weights="model"),
+    "tokenizer": Component("transformers", ("GemmaTokenizer", "GemmaTokenizerFast"), "tokenizer_config.json"),
+    "scheduler": Component("diffusers", dit_facts.SANA_SCHEDULERS, "scheduler_config.json"),
+}
+_COMPONENTS_AURA: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("AuraFlowTransformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("UMT5EncoderModel",), weights="model"),
+    "tokenizer": Component("transformers", ("LlamaTokenizer", "LlamaTokenizerFast"), "tokenizer_config.json"),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
+_COMPONENTS_HUNYUAN: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("HunyuanDiT2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("BertModel",), weights="model"),
+    "tokenizer": Component("transformers", ("BertTokenizer", "BertTokenizerFast"), "tokenizer_config.json"),
+    "text_encoder_2": _COMPONENTS_FLUX["text_encoder_2"],
+    "tokenizer_2": replace(_COMPONENTS_FLUX["tokenizer_2"], classes=(*_TOKENIZER_T5.classes, "MT5Tokenizer")),
+    "scheduler": _COMPONENTS["scheduler"],
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -161,5 +194,10 @@ FAMILIES: Mapping[str, Layout] = {
     "QwenImagePipeline": Layout(_COMPONENTS_QWEN, flow_facts.qwen_image, "transformer"),
     "ChromaPipeline": Layout(_COMPONENTS_CHROMA, flow_facts.chroma, "transformer"),
     "ZImagePipeline": Layout(_COMPONENTS_Z, flow_facts.z_image, "transformer"),
+    "PixArtAlphaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_alpha, "transformer"),
+    "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
+    "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
+    "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
+    "HunyuanDiTPipeline": Layout(_COMPONENTS_HUNYUAN, dit_facts.hunyuan_dit, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

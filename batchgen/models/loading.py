@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from batchgen.errors import UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.wording import first_line
 
 _LIBRARIES: Mapping[str, Any] = {
     "diffusers": diffusers,
@@ -28,7 +29,7 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
     """Every component of a checked folder by its name: safetensors only, no remote code. Those that are deferred come
     first, and are empty.
 
-    Raises UsageError for weights that cannot be read or that do not fill the network.
+    Raises UsageError for weights that cannot be read or that do not fill the network, or if a package is lacking.
     """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
@@ -62,9 +63,21 @@ def empty(network: torch.nn.Module) -> None:
 def _errors_named(folder: ModelFolder) -> Iterator[None]:
     try:
         yield
+    except ImportError as error:
+        raise UsageError(
+            f"model {folder.name!r} needs a package that is not installed: {first_line(error)}; for a tokenizer that "
+            "comes as a .model file: pip install sentencepiece protobuf"
+        ) from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
+
+
+def vae_dtype_of(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None) -> torch.dtype:
+    """The VAE's dtype. With none given for it, that of a float16 model is float32 if its configuration says that it
+    overflows in float16 (`force_upcast`)."""
+    is_upcast = dtype == torch.float16 and folder.config("vae").get("force_upcast", True)
+    return vae_dtype or (torch.float32 if is_upcast else dtype)
 
 
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:

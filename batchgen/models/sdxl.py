@@ -17,7 +17,7 @@ from batchgen.errors import UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, doubled
 from batchgen.models.latent import tokens
-from batchgen.models.loading import load_components
+from batchgen.models.loading import load_components, vae_dtype_of
 from batchgen.models.transfer import to_device
 from batchgen.models.unet import UNetDiffusion
 from batchgen.records import Row
@@ -92,13 +92,11 @@ class StableDiffusionXL(UNetDiffusion):
 def load(
     folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device
 ) -> StableDiffusionXL:
-    """Load a checked folder. With no dtype given for it, the VAE of a float16 model is in float32 if its configuration
-    says that it overflows in float16 (`force_upcast`). Raises UsageError as `load_components`, and for a network that
-    takes other conditions than SDXL's."""
+    """Load a checked folder; the VAE's dtype as `vae_dtype_of`. Raises UsageError as `load_components`, and for a
+    network that takes other conditions than SDXL's."""
     _check_conditions(folder)
-    is_upcast = dtype == torch.float16 and folder.config("vae").get("force_upcast", True)
     pipeline = diffusers.StableDiffusionXLPipeline(
-        **load_components(folder, dtype, vae_dtype or (torch.float32 if is_upcast else dtype)),
+        **load_components(folder, dtype, vae_dtype_of(folder, dtype, vae_dtype)),
         force_zeros_for_empty_prompt=folder.index.get("force_zeros_for_empty_prompt", True),
         add_watermarker=False,
     )

@@ -43,12 +43,14 @@ def load_tokenizer(model: Model) -> Any | None:
     return getattr(transformers, folder.components[name].classes[0]).from_pretrained(folder.path / name)
 
 
-def count_tokens(tokenizer: Any, texts: Sequence[str], room: int) -> list[TokenCount]:
-    """The count of each text, of which `room` tokens are read."""
+def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts) -> list[TokenCount]:
+    """The count of each text, of which `facts.prompt_tokens` are read."""
     if not texts:
         return []
-    ids = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False).input_ids
-    return [TokenCount(min(len(text), room), max(len(text) - room, 0)) for text in ids]
+    given = [facts.reads(text) for text in ("", *texts)]
+    before, *lengths = map(len, tokenizer(given, add_special_tokens=False, truncation=False, verbose=False).input_ids)
+    room = facts.prompt_tokens
+    return [TokenCount(min(length - before, room), max(length - before - room, 0)) for length in lengths]
 
 
 def lengths_of(model: Model, facts: Facts) -> LengthsOf | None:
