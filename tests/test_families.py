@@ -61,8 +61,8 @@ CAPTURED = (
     *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
 )
 AT_FIRST_ON_THE_HOST = ("qwen", "z-image", "chroma")
-"""The first two make their rotary table there in the first call, before any capture, and Chroma a tensor of which only the
-shape is read."""
+"""The first two make their rotary table there in the first call, before any capture, and Chroma a tensor of which only
+the shape is read."""
 
 
 def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
