@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import Checked
+from batchgen.checks import Checked, Rules
 from batchgen.columns import as_type
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
@@ -39,6 +39,7 @@ COLUMNS = pa.schema(
         ("guidance_scale", pa.float64()),
         ("true_cfg_scale", pa.float64()),
         ("sampler", pa.dictionary(pa.int32(), pa.string())),
+        ("lora", pa.dictionary(pa.int32(), pa.string())),
         ("seed", pa.uint64()),
     ]
 )
@@ -120,7 +121,7 @@ def plan_rows(drafted: Draft) -> Iterator[tuple[pa.Table, npt.NDArray[np.uint32]
             seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
             ids = survey.ids.take(images.row).hex() if checked.id_texts is None else checked.id_texts.take(places)
             yield (
-                _table(checked, batch, places, ids, images.number, seeds, image, survey.rules.samplers, schema),
+                _table(checked, batch, places, ids, images.number, seeds, image, survey.rules, schema),
                 drafted.rank[image : image + len(places)],
             )
             image += len(places)
@@ -149,7 +150,7 @@ def _table(
     image_number: npt.NDArray[np.uint64],
     seeds: npt.NDArray[np.uint64],
     first_position: int,
-    samplers: list[str],
+    rules: Rules,
     schema: pa.Schema,
 ) -> pa.Table:
     arrays = {
@@ -165,7 +166,10 @@ def _table(
         "steps": checked.steps[places],
         "guidance_scale": checked.guidance_scale[places],
         "true_cfg_scale": pa.array(checked.true_cfg_scale[places], from_pandas=True),
-        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
+        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(rules.samplers)),
+        "lora": pa.DictionaryArray.from_arrays(
+            pa.array(checked.lora[places], mask=checked.lora[places] == 0), pa.array(rules.loras, pa.string())
+        ),
         "seed": seeds,
     }
     for name in schema.names[len(COLUMNS) :]:

@@ -62,6 +62,19 @@ class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class LoraFile(_Table):
+    """One file of a LoRA set."""
+
+    path: _Line
+    """A .safetensors file, a folder with one, or a hub id."""
+    weight_name: _Line | None = None
+    """The file within; None where there is but one."""
+    revision: str | None = None
+    """Of a hub id."""
+    scale: float = 1.0
+    """Weight of its change."""
+
+
 class Model(_Table):
     """`[model]`: which weights."""
 
@@ -75,6 +88,17 @@ class Model(_Table):
     """None: on a GPU float16, for the FLUX families and pipelines without one bfloat16; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: that of the model, but float32 for a float16 SDXL whose VAE asks for it (`force_upcast`)."""
+    vae: str | None = None
+    """Another VAE in the place of the model's: a folder or a hub id, of a VAE or of a whole model."""
+    scheduler: str | None = None
+    """Another scheduler in the place of the model's: a scheduler_config.json, or a class of diffusers, which takes the
+    configuration over."""
+    scheduler_options: Mapping[str, str | float | int | bool] = Field(default_factory=dict)
+    """Keys laid over the scheduler's configuration."""
+    loras: Mapping[_Line, Annotated[tuple[LoraFile, ...], Field(min_length=1, strict=False)]] = Field(
+        default_factory=dict
+    )
+    """Sets of LoRAs by name: rows choose one with the column lora."""
 
 
 class Sampling(_Table):
@@ -89,6 +113,8 @@ class Sampling(_Table):
     negative_prompt: str | None = None
     sampler: str | None = None
     """A sampler's name; None is the scheduler that lies in the model folder."""
+    lora: str | None = None
+    """One of the model's LoRA sets; None or "" is none."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """The run seed, from which rows without a seed derive theirs."""
     num_images: _PositiveInt = 1

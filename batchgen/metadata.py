@@ -33,6 +33,7 @@ PARAMETERS = pa.schema(
         pa.field("guidance_scale", pa.float64(), nullable=False),
         pa.field("true_cfg_scale", pa.float64()),
         pa.field("sampler", pa.string(), nullable=False),
+        pa.field("lora", pa.string()),
         pa.field("seed", pa.uint64(), nullable=False),
         pa.field("noise_seed", pa.uint32(), nullable=False),
         pa.field("model", pa.string(), nullable=False),
@@ -129,9 +130,10 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
     """What made a row, as it travels inside its image: names of `PARAMETERS`, the seed as text.
 
     Text, because JSON readers other than Python's round integers above 2^53. What the model's family knows nothing of
-    is left out.
+    is left out, and so is a LoRA set where there is none.
     """
     of_family = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
+    of_job = {"lora": row.lora} if row.lora else {}
     return {
         "id": row.id,
         "image_number": row.image_number,
@@ -143,6 +145,7 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
         "guidance_scale": row.guidance_scale,
         **of_family,
         "sampler": row.sampler,
+        **of_job,
         "seed": str(row.seed),
         "noise_seed": row.noise_seed,
         "model": model,

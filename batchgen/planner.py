@@ -37,12 +37,14 @@ class Grouper:
     facts: Facts
     samplers: list[str]
     """Names by number; may grow while rows are read."""
+    loras: list[str]
+    """Names of LoRA sets by number; the first is "", none."""
     groups: list[Group]
     _numbers: dict[Group, int]
 
     @classmethod
-    def of(cls, facts: Facts, samplers: list[str]) -> Grouper:
-        return cls(facts, samplers, [], {})
+    def of(cls, facts: Facts, samplers: list[str], loras: Sequence[str] = ("",)) -> Grouper:
+        return cls(facts, samplers, list(loras), [], {})
 
     def assign(
         self,
@@ -51,9 +53,12 @@ class Grouper:
         is_guided: npt.NDArray[np.bool_],
         sampler: npt.NDArray[np.int32],
         steps: Ints,
+        lora: npt.NDArray[np.int32] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Group number and model evaluations of each row."""
+        """Group number and model evaluations of each row; without `lora`, none has a set."""
         shape = (width << 17) | (height << 1) | is_guided
+        if lora is not None:
+            shape = (lora.astype(np.int64) << 33) | shape
         schedule = (sampler.astype(np.int64) << 16) | steps
         shapes, of_shape = np.unique(shape, return_inverse=True)
         schedules, of_schedule = np.unique(schedule, return_inverse=True)
@@ -69,13 +74,14 @@ class Grouper:
         form = self.facts.sampler_facts(name).form
         own = (name, steps) if form == OWN_UPDATE else ("", 0)
         group = Group(
-            width=shape >> 17,
+            width=(shape >> 17) & 0xFFFF,
             height=(shape >> 1) & 0xFFFF,
             is_guided=bool(shape & 1),
             text_length=self.facts.text_length,
             form=form,
             sampler=own[0],
             steps=own[1],
+            lora=self.loras[shape >> 33],
         )
         if group not in self._numbers:
             self._numbers[group] = len(self.groups)
@@ -157,6 +163,7 @@ def order_of_groups(groups: Sequence[Group]) -> list[int]:
             groups[number].form,
             groups[number].sampler,
             groups[number].steps,
+            groups[number].lora,
         ),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,13 @@ class Group:
     sampler: str = ""
     steps: int = 0
     """`sampler` and `steps` belong to the key only where `form` is "", else they are empty and per row."""
+    lora: str = ""
+    """The LoRA set in the weights; "" is none."""
+
+    @property
+    def shape(self) -> Group:
+        """The group as far as it decides what runs: LoRA sets change weights, not code."""
+        return replace(self, lora="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ class Row:
     """As given or derived, 0 to 2^64 - 1."""
     true_cfg_scale: float | None = None
     """Scale of guidance by a negative prompt, of families whose guidance_scale means another; None elsewhere."""
+    lora: str = ""
+    """The job's LoRA set that it is made with; "" is none."""
 
     @property
     def noise_seed(self) -> int:
@@ -74,12 +83,17 @@ class Batch:
     group: Group
     rows: tuple[Row, ...]
 
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.group.shape, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The static shape of a batch: the key of a captured graph."""
 
     group: Group
+    """Its `shape`."""
     size: int
     """Batch size."""
 

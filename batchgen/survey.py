@@ -141,13 +141,14 @@ class _Gathered:
     def add(self, checked: Checked, grouper: Grouper, num_bytes: int) -> None:
         good = np.flatnonzero(checked.is_good)
         self.num_bytes += num_bytes * int(checked.num_images[good].sum()) // max(1, len(checked.is_good))
-        who = identify(checked, grouper.samplers)
+        who = identify(checked, grouper.samplers, grouper.loras)
         group, evaluations = grouper.assign(
             checked.width[good],
             checked.height[good],
             checked.is_guided[good],
             checked.sampler[good],
             checked.steps[good],
+            checked.lora[good],
         )
         columns: dict[str, npt.NDArray[Any]] = {
             "high": who.ids.high[good],
@@ -179,7 +180,7 @@ def survey(
     """Check and identify every row. Bad cells go to `on_bad` as they are found, in manifest order but for
     duplicate ids, which come last; what to do about them is the caller's matter. Images that are known keep their
     seeds."""
-    grouper = Grouper.of(rules.facts, rules.samplers)
+    grouper = Grouper.of(rules.facts, rules.samplers, rules.loras)
     gathered = _Gathered()
     is_good = np.zeros(manifest.num_rows, bool)
     first_row = 0

@@ -23,7 +23,8 @@ from batchgen.bench.workload import Wanted
 from batchgen.errors import BatchgenError
 from batchgen.job import Model
 from batchgen.models.facts import Facts
-from batchgen.models.folder import facts_of, read_json
+from batchgen.models.folder import facts_of
+from batchgen.models.reading import read_json
 from batchgen.wording import first_line
 
 TRIED_BATCHES = (4, 8, 16, 32)

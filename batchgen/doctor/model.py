@@ -76,14 +76,14 @@ def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterat
 
 
 def _content(folder: ModelFolder, parameters: int) -> str:
-    num_bytes = sum((folder.path / file).stat().st_size for file in folder.files)
+    num_bytes = sum(folder.file(file).stat().st_size for file in folder.files)
     number = f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.0f} million"
     return f"whole: {counted(len(folder.files), 'file')}, {sized(num_bytes)}, {number} parameters"
 
 
 def num_parameters(folder: ModelFolder) -> int:
     """Of all the model's weights, by the headers of their files. Raises UsageError for a file that is not whole."""
-    return sum(_parameters(folder.path / file) for file in folder.files if file.endswith(".safetensors"))
+    return sum(_parameters(folder.file(file)) for file in folder.files if file.endswith(".safetensors"))
 
 
 def _parameters(path: Path) -> int:

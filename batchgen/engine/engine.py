@@ -15,6 +15,7 @@ from batchgen.engine.decode import Decoder, Decoding, Fault
 from batchgen.engine.denoise import denoise_own
 from batchgen.engine.devices import dtype_of, errors_named, find_device, is_memory, quiet_libraries, versions_of
 from batchgen.engine.graphs import GraphPool, device_bytes
+from batchgen.engine.loras import Loras
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.room import with_room
@@ -28,6 +29,7 @@ from batchgen.models import flux, flux2, sd, sd3, sdxl
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import ModelFolder, facts_of, find_model
+from batchgen.models.lora_files import lora_sets
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
@@ -57,7 +59,9 @@ class Engine:
         self._pool = GraphPool(self.device)
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
-        self._prompts = Prompts(self.model, is_offloaded=job.engine.text_encoder == "offload")
+        with quiet_libraries():
+            self._loras = Loras(self.model.pipeline, lora_sets(job.model), job.model.path)
+        self._prompts = Prompts(self.model, self._loras, is_offloaded=job.engine.text_encoder == "offload")
         self._say = context.say
         self._decoder = Decoder(
             self.model, self._compiler, self._pool, context.say, free=self.free, preparing=context.preparing
@@ -69,7 +73,9 @@ class Engine:
     @torch.inference_mode()
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Encode the texts of a shard. As Generator.prepare."""
-        texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
+        texts: dict[str, list[str]] = {}
+        for batch in batches:
+            texts.setdefault(batch.group.lora, []).extend(self.model.texts(batch.rows, batch.group.is_guided))
         with errors_named(self.versions["device"]), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
             with_room("encoding texts", lambda: self._prompts.prepare(texts, should_drop), self.free)
 
@@ -93,11 +99,11 @@ class Engine:
         watch.pass_stage()
         latents, mode = self.denoise(batch, conditioning, should_drop)
         watch.pass_stage()
-        decoding = self._decode(Bucket(batch.group, batch.size), latents, is_captured=mode_of(mode)[1])
+        decoding = self._decode(batch.bucket, latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
         is_steady = not is_first and num_captures == len(self.steps.captures)
         # Another number of images at once than was settled: their last bits may be others.
-        retries = int(self._decoder.is_cut(self.decode_chunk(Bucket(batch.group, batch.size))))
+        retries = int(self._decoder.is_cut(self.decode_chunk(batch.bucket)))
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
         held_bytes = self.steps.held_bytes + self._decoder.held_bytes
@@ -108,9 +114,7 @@ class Engine:
                 stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
                 evaluations = [table.num_evaluations for table in self.tables(batch.rows)]
-                self._meter.measure(
-                    Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
-                )
+                self._meter.measure(batch.bucket, mode, evaluations, stage_s, watch.peak_bytes + held_bytes)
             return [
                 _outcome(row, result, batch.size, mode, count, seconds, retries)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
@@ -144,7 +148,7 @@ class Engine:
         """What the network is told of all rows of a batch, padding included."""
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
-        encoded = with_room("encoding texts", lambda: self._prompts.encoded(texts), self.free)
+        encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
         return self.model.conditioning(rows, is_guided, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
@@ -156,11 +160,12 @@ class Engine:
     def denoise(self, batch: Batch, conditioning: Conditioning, should_drop: Callable[[], bool]) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
         lanes take turns in them."""
-        rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
+        rows, bucket = _padded(batch), batch.bucket
         is_own = batch.group.form == OWN_UPDATE
         tables = [] if is_own else self.tables(rows)
+        self._loras.use(batch.group.lora)
         self._choose(bucket, rows[: batch.size], conditioning)
-        self._enter(batch.group)
+        self._enter(batch.group.shape)
         with self._tuning.kernels():
             if is_own:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"

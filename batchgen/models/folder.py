@@ -18,9 +18,11 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.job import Model
-from batchgen.models import demo, facts, generic, hashes, signatures
-from batchgen.models.hub import cached, fetch, prefetch_command
+from batchgen.models import demo, facts, generic, hashes, lora_files, replacing, signatures
+from batchgen.models.hub import cached, prefetch_command
 from batchgen.models.layouts import FAMILIES, Component, Layout
+from batchgen.models.reading import read_json
+from batchgen.models.replacing import NOTHING, Replaced, replaced
 
 BUILT_IN = ("demo", "pattern")
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
@@ -48,6 +50,24 @@ class ModelFolder:
     """All files that decide pixels, relative to `path`."""
     has_checker: bool = False
     """Whether the safety checker is read too."""
+    replaced: Replaced = NOTHING
+    """What the job puts in the place of the folder's own components."""
+
+    def place(self, component: str) -> Path:
+        """The folder of a component."""
+        other = self.replaced.vae if component == "vae" else None
+        return other or self.path / component
+
+    def variant_of(self, component: str) -> str | None:
+        """Of the component's weights: another VAE has but one."""
+        return None if component == "vae" and self.replaced.vae else self.variant
+
+    def file(self, name: str) -> Path:
+        """Where one of `files` lies."""
+        component, _, rest = name.partition("/")
+        if component == "scheduler" and self.replaced.scheduler_file:
+            return self.replaced.scheduler_file
+        return self.place(component) / rest if rest else self.path / name
 
     @property
     def index(self) -> dict[str, Any]:
@@ -84,34 +104,13 @@ class ModelFolder:
     def configs(self) -> dict[str, dict[str, Any]]:
         """All JSON configurations that there are, by component, and model_index.json under its own name."""
         found = self.components.items()
-        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        own = {name: self.config(name) for name, one in found if self.file(f"{name}/{one.config}").is_file()}
         return {"model_index.json": self.index, **own}
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
-        return read_json(self.path / component / self.components[component].config)
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A model that is here, whole."""
-
-    folder: ModelFolder
-    num_files: int
-    num_bytes: int
-    note: str
-
-
-def fetch_model(model: Model, *, has_checker: bool = False) -> Fetched:
-    """Fetch a hub id, or make sure of a local folder, and hash what a run would. Raises UsageError for a model that is
-    not to be had, not complete or not understood."""
-    if model.path in BUILT_IN:
-        raise UsageError(f"model {model.path!r} is built in; there is nothing to fetch")
-    note = fetch(model, has_checker=has_checker) if is_hub_id(model) else ""
-    folder = find_model(model, has_checker=has_checker)
-    identity(model, has_checker=has_checker)
-    sizes = [(folder.path / file).stat().st_size for file in folder.files]
-    return Fetched(folder, len(sizes), sum(sizes), note)
+        found = read_json(self.file(f"{component}/{self.components[component].config}"))
+        return {**found, **self.replaced.scheduler} if component == "scheduler" else found
 
 
 def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
@@ -125,7 +124,7 @@ def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
         is_folder = local.is_dir()
     if is_folder:
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
-        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker))
+        return _checked(ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker, replaced(model)))
     if local.is_file():
         raise UsageError(f"model {model.path!r} is a single file; a diffusers folder is needed; {_CONVERT}")
     if not is_hub_id(model):
@@ -133,7 +132,7 @@ def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
     place = cached(model, has_checker=has_checker)
-    return _checked(ModelFolder(model.path, place, model.variant, place.name, (), has_checker))
+    return _checked(ModelFolder(model.path, place, model.variant, place.name, (), has_checker, replaced(model)))
 
 
 def is_hub_id(model: Model) -> bool:
@@ -146,7 +145,8 @@ def located(model: Model) -> Model:
     """The same model for processes that start in another folder."""
     path = Path(model.path).expanduser()
     is_local = model.path not in BUILT_IN and path.is_dir()
-    return model.model_copy(update={"path": str(path.resolve())}) if is_local else model
+    others = lora_files.located(replacing.located(model))
+    return others.model_copy(update={"path": str(path.resolve())}) if is_local else others
 
 
 def pinned(model: Model) -> Model:
@@ -165,11 +165,15 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     if model.path == "pattern":
         if model.variant != "faults":
             _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
-        _refuse_idle(model, ("revision", "dtype", "vae_dtype"), "the pattern model has no weights")
+        keys = ("revision", "dtype", "vae_dtype", "vae", "scheduler", "scheduler_options", "loras")
+        _refuse_idle(model, keys, "the pattern model has no weights")
         return facts.PATTERN
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
     folder = find_model(model, has_checker=has_checker)
+    if model.loras and not signatures.takes_loras(folder.family):
+        _refuse_idle(model, ("loras",), f"{folder.family} of the installed diffusers takes no LoRAs")
+    lora_files.lora_sets(model)
     found = folder.layout.facts(folder.configs, 0 if folder.is_generic else _text_length(folder))
     if model.path == "demo":
         return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
@@ -194,7 +198,7 @@ def _text_length(folder: ModelFolder) -> int:
 def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
     for key in keys:
         value = getattr(model, key)
-        if value is not None:
+        if value not in (None, {}):
             raise UsageError(f"model.{key} = {value!r} has no effect on model {model.path!r}: {reason}; leave it out")
 
 
@@ -204,7 +208,8 @@ def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
         return {"pattern": "1"}
     folder = find_model(model, has_checker=has_checker)
     commit = {"commit": folder.commit} if folder.commit else {}
-    return commit | {name: hashes.sha256(folder.path / name) for name in folder.files}
+    files = {name: hashes.sha256(folder.file(name)) for name in folder.files}
+    return commit | files | folder.replaced.identity() | lora_files.identity(model)
 
 
 def architecture(model: Model) -> str:
@@ -216,17 +221,6 @@ def architecture(model: Model) -> str:
         configs = list(known.values()) if folder.is_generic else [known[folder.layout.network], known["vae"]]
     content = json.dumps([model.path if not configs else "", configs, model.dtype, model.vae_dtype], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model file {path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"model file {path} holds no JSON object")
-    return content
 
 
 def _checked(folder: ModelFolder) -> ModelFolder:
@@ -248,8 +242,9 @@ def _checked(folder: ModelFolder) -> ModelFolder:
     else:
         files += [f"{name}/{component.config}" for name, component in components.items()]
     for file in files:
-        if not (path / file).is_file():
+        if not folder.file(file).is_file():
             raise UsageError(f"model folder {path} lacks {file}; {_again(folder)}")
+    folder.replaced.check(folder.name, components, path, is_generic=folder.is_generic)
     for name, component in components.items():
         if component.is_tokenizer and not folder.is_generic:
             files += _tokenizer_files(path, name)
@@ -315,8 +310,8 @@ def _tokenizer_files(path: Path, component: str) -> list[str]:
 
 def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
     """The component's weights: one file, or an index and the shards it names."""
-    place = folder.path / component
-    dotted = f".{folder.variant}" if folder.variant else ""
+    place, variant = folder.place(component), folder.variant_of(component)
+    dotted = f".{variant}" if variant else ""
     single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
     if (place / single).is_file():
         return [f"{component}/{single}"]

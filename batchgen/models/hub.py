@@ -23,7 +23,7 @@ def cached(model: Model, *, has_checker: bool = False) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _found(model)
+        return _found(model.path, model.revision, model.variant)
     except Exception as error:  # which ones there are differs between the hub package's versions
         # Where nothing is cached the package tells programmers to pass an argument.
         why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({first_line(error)})"
@@ -34,9 +34,9 @@ def cached(model: Model, *, has_checker: bool = False) -> Path:
 
 
 @functools.cache
-def _found(model: Model) -> Path:
+def _found(path: str, revision: str | None, variant: str | None) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
-    return _snapshot(model, file_patterns(model.variant), is_local=True)
+    return _snapshot(Model(path=path, revision=revision), file_patterns(variant), is_local=True)
 
 
 def fetch(model: Model, *, has_checker: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from batchgen.errors import UsageError
 from batchgen.models.folder import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.models.reading import read_json
 
 _LIBRARIES: Mapping[str, Any] = {
     "diffusers": diffusers,
@@ -39,17 +41,42 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
         raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error
 
 
+def load_scheduler(folder: ModelFolder) -> Any:
+    """The folder's scheduler, or the job's: one of another class takes the configuration over as `from_config` does."""
+    own = read_json(folder.file("scheduler/scheduler_config.json"))
+    made = getattr(diffusers, own["_class_name"]).from_config(own)
+    options = dict(folder.replaced.scheduler)
+    if not options:
+        return made
+    cls = options.pop("_class_name", own["_class_name"])
+    changed = getattr(diffusers, cls).from_config(made.config, **options)
+    idle = [name for name in options if name not in inspect.signature(type(changed).__init__).parameters]
+    if idle:
+        raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {', '.join(idle)}; leave it out")
+    return changed
+
+
+def load_replaced(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
+    """The components that the job puts in the place of the folder's own. Raises UsageError as `load_components`."""
+    found: dict[str, Any] = {}
+    if folder.replaced.vae is not None:
+        found["vae"] = _load(folder, "vae", folder.components["vae"], dtype)
+    if folder.replaced.scheduler_file or folder.replaced.scheduler:
+        found["scheduler"] = load_scheduler(folder)
+    return found
+
+
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:
-    place = folder.path / name
+    place = folder.place(name)
     if name == "scheduler":
-        return getattr(diffusers, folder.config(name)["_class_name"]).from_pretrained(place)
+        return load_scheduler(folder)
     library = _LIBRARIES[component.library]
     cls = next(getattr(library, one) for one in component.classes if hasattr(library, one))
     if component.weights is None:
         return cls.from_pretrained(place)
     network, info = cls.from_pretrained(
         place,
-        variant=folder.variant,
+        variant=folder.variant_of(name),
         use_safetensors=True,
         local_files_only=True,
         output_loading_info=True,
