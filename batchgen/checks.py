@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from batchgen.columns import Bools, Parsed, decoded, floats, integers, is_garbled, is_given, shown, texts
 from batchgen.errors import UsageError
-from batchgen.identity import Digests, joined, number_digests, row_digests, text_digests
 from batchgen.job import Job
 from batchgen.manifest import PARAMETERS
 from batchgen.models.facts import Facts
@@ -70,16 +69,6 @@ class Checked:
     """0 where the row has none."""
     has_seed: Bools
     num_images: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Identified:
-    """Who each row of a batch is."""
-
-    ids: Digests
-    """Of the `id` column, else of all columns as they stand in the manifest."""
-    content: npt.NDArray[np.uint32]
-    """Hash of all that makes a row's pixels but id, image number and seed."""
 
 
 @dataclass(slots=True)
@@ -339,38 +328,3 @@ class _Check:
 
 def _filled(parsed: Parsed, is_bad: Bools, default: int) -> Ints:
     return np.where(parsed.given & ~is_bad, parsed.values.astype(np.int64), default)
-
-
-def identify(checked: Checked, samplers: list[str], loras: list[str]) -> Identified:
-    """Digests of a batch's rows; `samplers` and `loras` are the names that `checked.sampler` and `.lora` count."""
-    prompt = text_digests(checked.prompt)
-    if checked.id_texts is None:
-        ids = row_digests(_canonical(checked.columns), len(checked.prompt), {"prompt": prompt})
-    else:
-        ids = text_digests(checked.id_texts)
-    total = joined(prompt, text_digests(checked.negative_prompt))
-    total = joined(total, number_digests(is_given(checked.negative_prompt).astype(np.uint64)))
-    total = joined(total, text_digests(pa.array([*samplers, ""])).take(checked.sampler.astype(np.intp)))
-    for numbers in (checked.width, checked.height, checked.steps, checked.guidance_scale):
-        total = joined(total, number_digests(numbers.view(np.uint64)))
-    if not np.isnan(checked.true_cfg_scale).any():
-        total = joined(total, number_digests(checked.true_cfg_scale.view(np.uint64)))
-    # Rows without a set are what they were before there were any.
-    with_lora = joined(total, text_digests(pa.array([*loras, ""])).take(checked.lora.astype(np.intp)))
-    low = np.where(checked.lora == 0, total.low, with_lora.low)
-    return Identified(ids, low.astype(np.uint32))
-
-
-def _canonical(columns: Mapping[str, pa.Array]) -> Mapping[str, pa.Array]:
-    """The columns with our own parameters in one spelling, so that 20, 20.0 and "20" are the same row."""
-    canonical = dict(columns)
-    for name in ("width", "height", "steps", "num_images", "seed"):
-        if name in canonical:
-            parsed, is_negative = integers(canonical[name])
-            is_null = ~parsed.given | (is_negative & (name == "seed"))
-            canonical[name] = pa.array(parsed.values, mask=is_null | parsed.is_bad)
-    for name in ("guidance_scale", "true_cfg_scale"):
-        if name in canonical:
-            numbers = floats(canonical[name])
-            canonical[name] = pa.array(numbers.values + 0.0, mask=~numbers.given | numbers.is_bad)
-    return canonical

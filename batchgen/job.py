@@ -17,9 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -27,17 +25,12 @@ from pydantic import (
 )
 
 from batchgen.errors import UsageError
+from batchgen.weights import Line, LoraFile, Model, Table
 
 _PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 _Few = Annotated[int, Field(ge=1, le=4096)]
 """Rows of a batch, or threads."""
 _Seconds = Annotated[float, Field(gt=0, le=1e9)]
-
-
-def _one_line(text: str) -> str:
-    if not text.strip() or not text.isprintable():
-        raise ValueError("it must be one line of printable characters")
-    return text
 
 
 def _time(value: object) -> object:
@@ -53,55 +46,11 @@ def _is_time(text: str) -> str:
     return text
 
 
-_Line = Annotated[str, AfterValidator(_one_line)]
-_Lines = Annotated[tuple[_Line, ...], Field(strict=False)]
+_Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 _Time = Annotated[str, BeforeValidator(_time), AfterValidator(_is_time)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class LoraFile(_Table):
-    """One file of a LoRA set."""
-
-    path: _Line
-    """A .safetensors file, a folder with one, or a hub id."""
-    weight_name: _Line | None = None
-    """The file within; None where there is but one."""
-    revision: str | None = None
-    """Of a hub id."""
-    scale: float = 1.0
-    """Weight of its change."""
-
-
-class Model(_Table):
-    """`[model]`: which weights."""
-
-    path: str = "demo"
-    """"pattern", "demo", a local diffusers folder or a hub id."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id; None is its main branch."""
-    variant: str | None = None
-    """The weights' file variant ("fp16"); for `pattern`, "faults" obeys the fault prompts."""
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: on a GPU float16, for the FLUX families and pipelines without one bfloat16; float32 on a CPU."""
-    vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: that of the model, but float32 for a float16 SDXL whose VAE asks for it (`force_upcast`)."""
-    vae: str | None = None
-    """Another VAE in the place of the model's: a folder or a hub id, of a VAE or of a whole model."""
-    scheduler: str | None = None
-    """Another scheduler in the place of the model's: a scheduler_config.json, or a class of diffusers, which takes the
-    configuration over."""
-    scheduler_options: Mapping[str, str | float | int | bool] = Field(default_factory=dict)
-    """Keys laid over the scheduler's configuration."""
-    loras: Mapping[_Line, Annotated[tuple[LoraFile, ...], Field(min_length=1, strict=False)]] = Field(
-        default_factory=dict
-    )
-    """Sets of LoRAs by name: rows choose one with the column lora."""
-
-
-class Sampling(_Table):
+class Sampling(Table):
     """`[sampling]`: defaults for what a manifest leaves out; None is the model family's own default."""
 
     width: _PositiveInt | None = None
@@ -120,7 +69,7 @@ class Sampling(_Table):
     num_images: _PositiveInt = 1
 
 
-class Plan(_Table):
+class Plan(Table):
     """`[plan]`: how rows are checked, grouped and cut."""
 
     batch_sizes: Annotated[tuple[_Few, ...], Field(min_length=1, strict=False)] | None = None
@@ -139,7 +88,7 @@ class Plan(_Table):
     """Whether prompts longer than the model reads are cut and counted, or refused."""
 
 
-class Engine(_Table):
+class Engine(Table):
     """`[engine]`: how the network is run."""
 
     device: str | None = None
@@ -157,7 +106,7 @@ class Engine(_Table):
     """Whether the model's own safety checker looks at each image; a row that it flags fails."""
 
 
-class Output(_Table):
+class Output(Table):
     """`[output]`: what is written."""
 
     format: Literal["files", "webdataset", "parquet"] = "files"
@@ -181,7 +130,7 @@ class Output(_Table):
         return value
 
 
-class Run(_Table):
+class Run(Table):
     """`[run]`: how workers behave."""
 
     grace_s: _Seconds = 25.0
@@ -195,19 +144,19 @@ class Run(_Table):
     the row at work fails."""
 
 
-class Slurm(_Table):
+class Slurm(Table):
     """`[slurm]`: what `submit` asks of a cluster. None is left to the site; see `sbatch`'s manual for the words."""
 
-    partition: _Line | None = None
-    account: _Line | None = None
+    partition: Line | None = None
+    account: Line | None = None
     time: _Time | None = None
     """A task's time limit: "04:00:00", "1-12"."""
-    gres: _Line | None = None
+    gres: Line | None = None
     """Of each node: "gpu:1"."""
-    constraint: _Line | None = None
+    constraint: Line | None = None
     cpus: _PositiveInt | None = None
     """CPUs of a worker; a task with several GPUs has several."""
-    memory: _Line | None = None
+    memory: Line | None = None
     """Of each node: "64G"."""
     nodes: _PositiveInt = 1
     """Nodes of a task, a worker on each."""
@@ -219,9 +168,9 @@ class Slurm(_Table):
     """For `module load`."""
     setup: _Lines = ()
     """Lines of the shell before the worker starts, as they are."""
-    container: _Line | None = None
+    container: Line | None = None
     """What stands before the worker's command, as shell text: "apptainer exec --nv image.sif"."""
-    program: _Line | None = None
+    program: Line | None = None
     """What stands for `batchgen`, as shell text; None: the Python that submits, in a container `batchgen`."""
     launcher: Literal["srun", "shell"] = "srun"
     """Whether `srun` starts the workers or the batch script becomes the worker."""
@@ -231,18 +180,18 @@ class Slurm(_Table):
     """Whether a worker that finds only rows held by others waits to take over from one that falls silent."""
     requeue: bool = False
     """Whether a task puts itself into the queue again when its time is over or another job takes its place."""
-    cache: _Line | None = None
+    cache: Line | None = None
     """Folder for compiled kernels and measured costs that all tasks share; None: this user's own."""
     options: _Lines = ()
     """More options of `sbatch`, such as "--qos=long"."""
-    finish_partition: _Line | None = None
+    finish_partition: Line | None = None
     """Of the job that finishes the run; it needs no GPU. None: as the others."""
     finish_time: _Time | None = None
     finish_options: _Lines = ()
     """`options` of that job."""
 
 
-class Job(_Table):
+class Job(Table):
     """Everything that a run is told besides its manifest."""
 
     model: Model = Model()
@@ -353,6 +302,6 @@ def _shown(value: object) -> str:
 def _keys_beside(place: list[str]) -> list[str]:
     if len(place) == 1:
         return list(Job.model_fields)
-    table = Job.model_fields[place[0]].annotation
-    assert isinstance(table, type) and issubclass(table, _Table)  # noqa: PT018
+    table = LoraFile if place[:2] == ["model", "loras"] else Job.model_fields[place[0]].annotation
+    assert isinstance(table, type) and issubclass(table, Table)  # noqa: PT018
     return list(table.model_fields)

@@ -67,11 +67,14 @@ def plan_text(drafted: Draft, job: Job) -> str:
     """The plan as a table: groups, batches by size, padding, and in total images, bytes, files, time."""
     summaries = summarise(drafted)
     header = ["size", "guided", "sampler", "images", "batches (size × number)", "padded", "idle", "seconds"]
+    has_loras = any(one.group.lora for one in summaries)
+    header = [*header[:3], "lora", *header[3:]] if has_loras else header
     lines = [
         [
             f"{one.group.width}×{one.group.height}",
             "yes" if one.group.is_guided else "no",
             sampler_text(one.group),
+            *([one.group.lora or "-"] if has_loras else []),
             f"{one.images:,}",
             " ".join(f"{size}×{count:,}" for size, count in one.batches.items()),
             f"{one.padded:,}",

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import BadCell, Checked, Identified, Rules, identify
+from batchgen.checks import BadCell, Checked, Rules
 from batchgen.columns import Bools, decoded
 from batchgen.errors import UsageError
+from batchgen.identified import Identified, identify
 from batchgen.identity import (
     Digests,
     Redrawn,

@@ -71,6 +71,7 @@ def make_shard(rows: Sequence[Row], carried: Mapping[str, pa.Array] | None = Non
         "guidance_scale": pa.array([row.guidance_scale for row in rows], pa.float64()),
         "true_cfg_scale": pa.array([row.true_cfg_scale for row in rows], pa.float64()),
         "sampler": pa.array([row.sampler for row in rows], pa.dictionary(int32, pa.string())),
+        "lora": pa.array([row.lora or None for row in rows], pa.dictionary(int32, pa.string())),
         "seed": pa.array([row.seed for row in rows], pa.uint64()),
         "asked_width": pa.array([row.width - 1 for row in rows], int32),
         "asked_height": pa.array([row.height - 1 for row in rows], int32),

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import hub
 from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
+from batchgen.weights import Model
 from tests import families, tiny
 
 PROMPTS = ("a red cube", tiny.LONG, "", "🐉 龍 é")

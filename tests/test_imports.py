@@ -38,6 +38,7 @@ LAYERS = [
     for line in """
     errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace
     records slurm.programs infotext jobs.files doctor.findings
+    weights
     job filesystem owners slots slurm.task options cores gpus
     cost models.safety refilling
     generator manifest_files models.facts models.hashes models.transfer disk columns names codec metadata carried
@@ -45,14 +46,16 @@ LAYERS = [
     models.demo.vocabulary models.demo.scenes models.demo.captions models.demo.sprites models.demo.drawing
     models.demo.judge models.demo models.demo.words models.demo.networks models.demo.training models.demo.autoencoder
     models.demo.denoiser models.demo.train
-    models.signatures models.flow_facts models.layouts models.generic models.hub models.family models.pattern
-    models.folder jobs.origins identity ledger manifest costs known plan_index glance
+    models.reading models.signatures models.lora_files models.flow_facts models.layouts
+    models.replacing models.generic models.hub models.family models.pattern
+    models.folder models.fetching jobs.origins identity ledger manifest costs known plan_index glance
     selection reporting.sample reporting.spending
     models.tokens models.latent models.loading models.unet models.sd models.sdxl models.flow models.sd3 models.flux
-    models.flux2 checks planner spill encoders formats parts card sources.cells axes expansion
+    models.flux2 checks identified planner spill encoders formats parts card sources.cells axes expansion
     engine.attention engine.chunks engine.crossing engine.devices engine.graphs engine.norms engine.samplers rejections
     survey writer modes sources.hub sources.jsonlines
     engine.checking engine.compiling engine.denoise engine.forecasts engine.meter engine.room
+    engine.loras
     product engine.prompts engine.tuning sources.tables heart engine.relay engine.decode truncation drafts plans
     plan_reader engine.safety engine.steps notes
     engine.engine engine.whole balance differences progress stopping importer

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import hub, lora_files, replacing
 from batchgen.models.folder import BUILT_IN, ModelFolder, find_model, identity, is_hub_id
+from batchgen.weights import Model
 
 
 @dataclass(frozen=True, slots=True)

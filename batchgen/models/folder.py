@@ -17,12 +17,12 @@ from typing import Any
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
-from batchgen.job import Model
 from batchgen.models import demo, facts, generic, hashes, lora_files, replacing, signatures
 from batchgen.models.hub import cached, prefetch_command
 from batchgen.models.layouts import FAMILIES, Component, Layout
 from batchgen.models.reading import read_json
 from batchgen.models.replacing import NOTHING, Replaced, replaced
+from batchgen.weights import Model
 
 BUILT_IN = ("demo", "pattern")
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")

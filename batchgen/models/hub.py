@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import generic
 from batchgen.models.layouts import FAMILIES
+from batchgen.weights import Model
 from batchgen.wording import first_line
 
 _HUB_TIMEOUT_S = 5.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.job import LoraFile, Model
 from batchgen.models import hashes
+from batchgen.weights import LoraFile, Model
 from batchgen.wording import first_line, listed
 
 _ENDING = ".safetensors"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models.layouts import Component
 from batchgen.models.reading import read_json
+from batchgen.weights import Model
 from batchgen.wording import first_line, listed
 
 _CONFIG, _INDEX, _SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models.folder import facts_of, find_model
+from batchgen.weights import Model
 
 
 @dataclass(frozen=True, slots=True)
