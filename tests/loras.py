@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 
+from batchgen.models import demo
 from tests import families, tiny
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -35,7 +36,7 @@ def _wrap(pipeline: Any, seed: int, *, with_texts: bool) -> None:
 @functools.cache
 def pipeline(kind: str, seed: int, *, with_texts: bool = True) -> Any:
     """diffusers' own pipeline with a random LoRA's layers in its networks: the reference."""
-    made = tiny.reference_pipeline(families.folder(kind))
+    made = tiny.reference_pipeline(demo.WEIGHTS if kind == "demo" else families.folder(kind))
     _wrap(made, seed, with_texts=with_texts)
     return made
 

@@ -9,6 +9,7 @@ added would leave its rounding behind.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -64,7 +65,9 @@ class Loras:
         still reads the weights as they were."""
         if name == self.now:
             return
-        with torch.inference_mode(False), torch.no_grad(), quiet_libraries():
+        with torch.inference_mode(False), torch.no_grad(), quiet_libraries(), warnings.catch_warnings():
+            # peft warns of what a set of several files is: several adapters.
+            warnings.simplefilter("ignore")
             for parameter in self._changed:
                 parameter.copy_(self._kept[parameter])
             self._changed, self.now = [], ""
