@@ -95,5 +95,5 @@ def _row(index: int, line: Mapping[str, Any]) -> Row:
         true_cfg_scale=line["true_cfg_scale"],
         sampler=line["sampler"],
         seed=line["seed"],
-        lora=line["lora"] or "",
+        lora=line.get("lora") or "",  # Plans of earlier versions know none.
     )
