@@ -18,12 +18,12 @@ from batchgen.engine.prompts import Prompts
 from batchgen.engine.residence import Residence
 from batchgen.errors import UsageError
 from batchgen.generator import Dropped, open_generator
-from batchgen.job import Model
 from batchgen.models import demo
 from batchgen.models.family import Network
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.tokens import count_tokens, load_tokenizer
 from batchgen.records import Failure, Image, Outcome, Row
+from batchgen.weights import Model
 from tests import tiny
 
 
