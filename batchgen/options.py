@@ -105,7 +105,7 @@ def origins_of(options: Mapping[str, Any]) -> dict[str, str]:
 def words_of(options: Mapping[str, Any]) -> Iterator[str]:
     """The options as words of a command line that is given in the same folder."""
     for name, flag in _FLAGS.items():
-        value = options[name]
+        value = options.get(name)
         for one in [value] if isinstance(value, str) else value or ():
             yield from (flag, one)
 

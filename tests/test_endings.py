@@ -214,7 +214,7 @@ LOADING = "batchgen.models.pattern:PatternGenerator"
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("batchgen.rundir:survey", ""),
+        ("batchgen.planned:survey", ""),
         (LOADING, "3 rows = 0 done + 0 failed + 0 rejected + 3 outstanding"),
         ("batchgen.runner:finalize", "3 rows = 3 done + 0 failed + 0 rejected + 0 outstanding"),
     ],
@@ -313,7 +313,7 @@ def test_other_commands_hear_a_signal_at_once(tmp_path: Path, command: str) -> N
     source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
     assert runs.run(source, out).code == 0
     words = ["plan", source, "--model", "pattern"] if command == "plan" else [command, out]
-    place = "batchgen.rundir:survey" if command == "plan" else "batchgen.rundir:load_index"
+    place = "batchgen.planned:survey" if command == "plan" else "batchgen.rundir:load_index"
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)):
         process = runs.Process(*words, puts={place: runs.sleep})
         wait_until_asleep(process)

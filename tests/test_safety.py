@@ -231,7 +231,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "safety_checker lacks model.safetensors"),
     "another variant": (
         lambda f: (f / WEIGHTS).rename(f / "safety_checker/model.fp16.safetensors"),
-        "set model.variant to choose",
+        'set model.variant = "fp16"',
     ),
     "no extractor": (
         lambda f: shutil.rmtree(f / "feature_extractor"),

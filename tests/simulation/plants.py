@@ -244,7 +244,7 @@ def former_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @plant("rows settled before are made again")
 def made_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "batches", lambda shard, groups, skip: work.batches(shard, groups))
+    patch.setattr(worker, "batches", lambda shard, groups, skip, root: work.batches(shard, groups))
 
 
 # Publication

@@ -103,11 +103,11 @@ class SimulatedReader:
 
     def __init__(self, root: Any, index: PlanIndex) -> None:
         self.index = index
-        self._root = root
+        self.root = root
 
     def shard(self, number: int) -> list[Row]:
         file = next(one for one in self.index.files if one.first_shard <= number < one.first_shard + one.num_shards)
-        path = self._root / file.name
+        path = self.root / file.name
         content = my_files().read(path)
         if content is None or digest(content) != file.sha256:
             raise UsageError(f"{path}: the plan cannot be read")
@@ -123,7 +123,7 @@ def is_odd(shard: int, name: str) -> bool:
     return name == f"{odd}.0" and (shard == odd or World.now.is_stubborn)
 
 
-def batches(shard: list[Row], groups: Any, skip: frozenset[int] = frozenset()) -> Iterator[Batch]:
+def batches(shard: list[Row], groups: Any, skip: frozenset[int] = frozenset(), root: Any = None) -> Iterator[Batch]:
     size = World.now.batch_size
     for start in range(0, len(shard), size):
         rows = tuple(row for row in shard[start : start + size] if row.index not in skip)
