@@ -104,9 +104,9 @@ def test_a_long_neighbour_changes_nothing(engine: Engine) -> None:
 def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engine) -> None:
     texts = [f"text {i}" for i in range(11)]
     folder = find_model(Model(path=str(tiny.folder("sd1"))))
-    together = Prompts(engine.model, Residence("gpu", engine.model, folder)).encoded(texts)
+    together = Prompts(engine.model, engine._loras, Residence("gpu", engine.model, folder)).encoded("", texts)
     for text in texts:
-        alone = Prompts(engine.model, Residence("offload", engine.model, folder)).encoded([text])
+        alone = Prompts(engine.model, engine._loras, Residence("offload", engine.model, folder)).encoded("", [text])
         assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
     decoder = Decoder(engine.model, Compiler(engine.model), GraphPool(engine.device), print)
