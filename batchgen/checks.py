@@ -72,6 +72,8 @@ class Checked:
     """Steps that the init image stands for; -1 where the row has none."""
     sampler: npt.NDArray[np.int32]
     """Index into `Rules.samplers`."""
+    lora: npt.NDArray[np.int32]
+    """Index into `Rules.loras`."""
     seed: npt.NDArray[np.uint64]
     """0 where the row has none."""
     has_seed: Bools
@@ -98,6 +100,8 @@ class Rules:
                 raise UsageError(f"sampling.{name} = {value} must be a whole number from 1 to {most}")
         if (self.facts.guided_above is None or not self.facts.takes_negative) and self.job.sampling.negative_prompt:
             raise UsageError(f"sampling.negative_prompt {self.no_effect}; leave it out")
+        if (self.job.sampling.lora or "") not in self.loras:
+            raise UsageError(f"sampling.lora = {self.job.sampling.lora!r} {self.no_lora}")
         for name, is_taken in self.scales.items():
             if not is_taken and getattr(self.job.sampling, name):
                 raise UsageError(f"sampling.{name} {NO_SCALE}; leave it out")
@@ -114,6 +118,18 @@ class Rules:
     def scales(self) -> dict[str, bool]:
         """The columns of scales, and whether the model takes them."""
         return {"guidance_scale": self.facts.takes_guidance_scale, "true_cfg_scale": self.facts.has_true_cfg}
+
+    @property
+    def loras(self) -> list[str]:
+        """Names of the job's LoRA sets, after "", which is none."""
+        return ["", *self.job.model.loras]
+
+    @property
+    def no_lora(self) -> str:
+        """Why a name that is none of theirs is refused."""
+        if len(self.loras) == 1:
+            return "is no LoRA set of this job, which has none: name them in the job file, as model.loras"
+        return f"is no LoRA set of this job; model.loras has {', '.join(map(repr, self.loras[1:]))}"
 
     @property
     def no_effect(self) -> str:
@@ -170,14 +186,15 @@ class _Check:
         num_images = self._count("num_images", job.num_images)
         sampler = self._sampler(job.sampler or facts.sampler)
         self._refuse_impossible(steps, sampler)
+        lora = self._lora(job.lora or "")
         seed, has_seed = self._seed()
         id_texts = self._ids()
         for column in (name for name in self.columns if name not in PARAMETERS):
             self._refuse(column, is_garbled(self.columns[column]), "must be UTF-8 text")
         return Checked(
             self.first_row, self.is_good, self.bad, self.columns, id_texts, prompt, negative, width, height,
-            asked_width, asked_height, steps, guidance, true_cfg, is_guided, init, strength, skipped, sampler, seed,
-            has_seed, num_images,
+            asked_width, asked_height, steps, guidance, true_cfg, is_guided, init, strength, skipped, sampler, lora,
+            seed, has_seed, num_images,
         )  # fmt: skip
 
     def _refuse_impossible(self, steps: Ints, sampler: npt.NDArray[np.int32]) -> None:
@@ -296,6 +313,16 @@ class _Check:
             if numbers[code] < 0:
                 self._refuse("sampler", codes == code, self.rules.refusal(name))
         return numbers[codes] if len(codes) else np.zeros(0, np.int32)
+
+    def _lora(self, default: str) -> npt.NDArray[np.int32]:
+        number = {name: index for index, name in enumerate(self.rules.loras)}
+        if "lora" not in self.columns:
+            return np.full(self.num, number[default], np.int32)
+        column = self._text("lora", default).dictionary_encode()
+        numbers = np.array([number.get(name, -1) for name in column.dictionary.to_pylist()], np.int32)
+        found = numbers[column.indices.to_numpy(zero_copy_only=False)] if len(numbers) else np.zeros(0, np.int32)
+        self._refuse("lora", found < 0, self.rules.no_lora)
+        return found
 
     def _seed(self) -> tuple[npt.NDArray[np.uint64], Bools]:
         if "seed" not in self.columns:

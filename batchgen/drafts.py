@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from batchgen.checks import Checked
+from batchgen.checks import Checked, Rules
 from batchgen.columns import as_type
 from batchgen.cost import Cost
 from batchgen.errors import UsageError
@@ -43,6 +43,7 @@ COLUMNS = pa.schema(
         ("strength", pa.float64()),
         *INIT_COLUMNS,
         ("sampler", pa.dictionary(pa.int32(), pa.string())),
+        ("lora", pa.dictionary(pa.int32(), pa.string())),
         ("seed", pa.uint64()),
     ]
 )
@@ -124,7 +125,7 @@ def plan_rows(drafted: Draft, pack: Pack | None = None) -> Iterator[tuple[pa.Tab
             again = slice(*np.searchsorted(survey.redrawn.rows, [image, image + len(places)]))
             seeds[survey.redrawn.rows[again] - image] = survey.redrawn.seeds[again]
             ids = survey.ids.take(images.row).hex() if checked.id_texts is None else checked.id_texts.take(places)
-            table = _table(checked, batch, places, ids, images.number, seeds, image, survey.rules.samplers, schema)
+            table = _table(checked, batch, places, ids, images.number, seeds, image, survey.rules, schema)
             if checked.init is not None:
                 is_planned = None if survey.is_planned is None else survey.is_planned[image : image + len(places)]
                 table = _with_images(table, checked, places, survey.rules.init_images, pack, is_planned)
@@ -173,7 +174,7 @@ def _table(
     image_number: npt.NDArray[np.uint64],
     seeds: npt.NDArray[np.uint64],
     first_position: int,
-    samplers: list[str],
+    rules: Rules,
     schema: pa.Schema,
 ) -> pa.Table:
     arrays = {
@@ -191,7 +192,10 @@ def _table(
         "true_cfg_scale": pa.array(checked.true_cfg_scale[places], from_pandas=True),
         "strength": pa.array(checked.strength[places], from_pandas=True),
         **{name: pa.nulls(len(places), INIT_COLUMNS.field(name).type) for name in INIT_COLUMNS.names},
-        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(samplers)),
+        "sampler": pa.DictionaryArray.from_arrays(checked.sampler[places], pa.array(rules.samplers)),
+        "lora": pa.DictionaryArray.from_arrays(
+            pa.array(checked.lora[places], mask=checked.lora[places] == 0), pa.array(rules.loras, pa.string())
+        ),
         "seed": seeds,
     }
     for name in schema.names[len(COLUMNS) :]:

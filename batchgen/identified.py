@@ -25,8 +25,8 @@ class Identified:
     """Hash of all that makes a row's pixels but id, image number and seed."""
 
 
-def identify(checked: Checked, samplers: list[str]) -> Identified:
-    """Digests of a batch's rows; `samplers` are the names that `checked.sampler` counts."""
+def identify(checked: Checked, samplers: list[str], loras: list[str]) -> Identified:
+    """Digests of a batch's rows; `samplers` and `loras` are the names that `checked.sampler` and `.lora` count."""
     prompt = text_digests(checked.prompt)
     if checked.id_texts is None:
         ids = row_digests(_canonical(checked), len(checked.prompt), {"prompt": prompt})
@@ -42,7 +42,10 @@ def identify(checked: Checked, samplers: list[str]) -> Identified:
     if checked.init is not None:
         total = joined(total, text_digests(checked.init.hashes()))
         total = joined(total, number_digests(checked.strength.view(np.uint64)))
-    return Identified(ids, total.low.astype(np.uint32))
+    # Rows without a set are what they were before there were any.
+    with_lora = joined(total, text_digests(pa.array([*loras, ""])).take(checked.lora.astype(np.intp)))
+    low = np.where(checked.lora == 0, total.low, with_lora.low)
+    return Identified(ids, low.astype(np.uint32))
 
 
 def _canonical(checked: Checked) -> Mapping[str, pa.Array]:

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -30,33 +28,11 @@ from batchgen.fields import Memory as _Memory
 from batchgen.fields import PositiveInt as _PositiveInt
 from batchgen.fields import Seconds as _Seconds
 from batchgen.fields import Time as _Time
+from batchgen.weights import LoraFile, Model, Table
 from batchgen.wording import num_bytes
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Model(_Table):
-    """`[model]`: which weights."""
-
-    path: str = "demo"
-    """"pattern", "demo", a local diffusers folder, a hub id, or a single .safetensors file."""
-    config: str | None = None
-    """Of a single file: the diffusers folder or fetched hub id whose configuration and tokenizers it takes, and the
-    weights that it lacks."""
-    revision: str | None = None
-    """Branch, tag or commit of a hub id; None is its main branch."""
-    variant: str | None = None
-    """The weights' file variant ("fp16"), for components that have it; for `pattern`, "faults" obeys the fault
-    prompts."""
-    dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: on a GPU float16, for FLUX, Sana and pipelines without a family bfloat16; float32 on a CPU."""
-    vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: that of the model, but float32 for a float16 SDXL or AuraFlow whose VAE asks for it (`force_upcast`)."""
-
-
-class Sampling(_Table):
+class Sampling(Table):
     """`[sampling]`: defaults for what a manifest leaves out; None is the model family's own default."""
 
     width: _PositiveInt | None = None
@@ -70,12 +46,14 @@ class Sampling(_Table):
     """Of rows with an init image: the share of their steps that are made, and so how little is left of the picture."""
     sampler: str | None = None
     """A sampler's name; None is the scheduler that lies in the model folder."""
+    lora: str | None = None
+    """One of the model's LoRA sets; None or "" is none."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """The run seed, from which rows without a seed derive theirs."""
     num_images: _PositiveInt = 1
 
 
-class Plan(_Table):
+class Plan(Table):
     """`[plan]`: how rows are checked, grouped and cut."""
 
     batch_sizes: Annotated[tuple[_Few, ...], Field(min_length=1, strict=False)] | None = None
@@ -96,7 +74,7 @@ class Plan(_Table):
     """Whether prompts longer than the model reads are cut and counted, or refused."""
 
 
-class Engine(_Table):
+class Engine(Table):
     """`[engine]`: how the network is run."""
 
     device: str | None = None
@@ -123,7 +101,7 @@ class Engine(_Table):
         return None if self.max_memory is None else num_bytes(self.max_memory)
 
 
-class Output(_Table):
+class Output(Table):
     """`[output]`: what is written."""
 
     format: Literal["files", "webdataset", "parquet"] = "files"
@@ -147,7 +125,7 @@ class Output(_Table):
         return value
 
 
-class Run(_Table):
+class Run(Table):
     """`[run]`: how workers behave."""
 
     grace_s: _Seconds = 25.0
@@ -161,7 +139,7 @@ class Run(_Table):
     the row at work fails."""
 
 
-class Slurm(_Table):
+class Slurm(Table):
     """`[slurm]`: what `submit` asks of a cluster. None is left to the site; see `sbatch`'s manual for the words."""
 
     partition: _Line | None = None
@@ -208,7 +186,7 @@ class Slurm(_Table):
     """`options` of that job."""
 
 
-class Job(_Table):
+class Job(Table):
     """Everything that a run is told besides its manifest."""
 
     model: Model = Model()
@@ -319,6 +297,6 @@ def _shown(value: object) -> str:
 def _keys_beside(place: list[str]) -> list[str]:
     if len(place) == 1:
         return list(Job.model_fields)
-    table = Job.model_fields[place[0]].annotation
-    assert isinstance(table, type) and issubclass(table, _Table)  # noqa: PT018
+    table = LoraFile if place[:2] == ["model", "loras"] else Job.model_fields[place[0]].annotation
+    assert isinstance(table, type) and issubclass(table, Table)  # noqa: PT018
     return list(table.model_fields)

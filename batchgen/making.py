@@ -104,7 +104,7 @@ class Maker:
         return self.start(batch)()
 
     def _submit(self, batch: Batch) -> Pending:
-        self.on_started(Bucket(batch.group, batch.size))
+        self.on_started(batch.bucket)
         started = time.monotonic()
         pending = self.generator.submit(batch, self.should_drop(batch, started))
         self._batch_s[batch.group, batch.size] = (time.monotonic() - started) / _loads(batch)

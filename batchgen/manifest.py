@@ -39,6 +39,7 @@ PARAMETERS = (
     "seed",
     "num_images",
     "sampler",
+    "lora",
 )
 """The columns that batchgen reads; any other is carried into the metadata."""
 

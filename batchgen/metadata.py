@@ -36,6 +36,7 @@ PARAMETERS = pa.schema(
         pa.field("init_image", pa.string()),
         pa.field("init_sha256", pa.string()),
         pa.field("sampler", pa.string(), nullable=False),
+        pa.field("lora", pa.string()),
         pa.field("seed", pa.uint64(), nullable=False),
         pa.field("noise_seed", pa.uint32(), nullable=False),
         pa.field("model", pa.string(), nullable=False),
@@ -132,11 +133,12 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
     """What made a row, as it travels inside its image: names of `PARAMETERS`, the seed as text.
 
     Text, because JSON readers other than Python's round integers above 2^53. What the model's family knows nothing of
-    is left out.
+    is left out, and so is a LoRA set where there is none.
     """
     of_family: dict[str, Any] = {} if row.true_cfg_scale is None else {"true_cfg_scale": row.true_cfg_scale}
     if row.init is not None:
         of_family |= {"strength": row.strength, "init_image": row.init.name, "init_sha256": row.init.sha256}
+    of_job = {"lora": row.lora} if row.lora else {}
     return {
         "id": row.id,
         "image_number": row.image_number,
@@ -148,6 +150,7 @@ def parameters(row: Row, model: str) -> dict[str, Any]:
         "guidance_scale": row.guidance_scale,
         **of_family,
         "sampler": row.sampler,
+        **of_job,
         "seed": str(row.seed),
         "noise_seed": row.noise_seed,
         "model": model,

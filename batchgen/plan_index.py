@@ -170,7 +170,7 @@ class PlanIndex:
         """The work of each bucket, or a share of it."""
         found: dict[Bucket, Work] = {}
         for one in self.buckets:
-            bucket = Bucket(self.groups[one.group], one.size)
+            bucket = Bucket(self.groups[one.group].shape, one.size)
             more = found.get(bucket, Work(0, 0))
             found[bucket] = Work(more.batches + one.batches, more.evaluations + one.evaluations)
         return {

@@ -38,12 +38,14 @@ class Grouper:
     facts: Facts
     samplers: list[str]
     """Names by number; may grow while rows are read."""
+    loras: list[str]
+    """Names of LoRA sets by number; the first is "", none."""
     groups: list[Group]
     _numbers: dict[Group, int]
 
     @classmethod
-    def of(cls, facts: Facts, samplers: list[str]) -> Grouper:
-        return cls(facts, samplers, [], {})
+    def of(cls, facts: Facts, samplers: list[str], loras: Sequence[str] = ("",)) -> Grouper:
+        return cls(facts, samplers, list(loras), [], {})
 
     def assign(
         self,
@@ -55,15 +57,18 @@ class Grouper:
         *,
         lengths: Sequence[Ints] | None = None,
         skipped: Ints | None = None,
+        lora: npt.NDArray[np.int32] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Group number and model evaluations of each row. `lengths` are those of the prompts and of what weighs against
         them, where they follow the texts. `skipped` are the steps that its init image stands for, -1 where it has none;
-        None: no row has one."""
+        None: no row has one. Without `lora`, none has a set."""
         shape = (width << 17) | (height << 1) | is_guided
         if lengths is not None:
             shape |= (lengths[0] << 34) | (np.where(is_guided, lengths[1], 0) << 48)
         first = np.zeros_like(steps) if skipped is None else skipped + 1
         schedule = (sampler.astype(np.int64) << 32) | (steps << 16) | first
+        if lora is not None:
+            schedule |= lora.astype(np.int64) << 48
         shapes, of_shape = np.unique(shape, return_inverse=True)
         schedules, of_schedule = np.unique(schedule, return_inverse=True)
         pairs, of_pair = np.unique(of_shape * len(schedules) + of_schedule, return_inverse=True)
@@ -88,6 +93,7 @@ class Grouper:
             steps=own[1],
             negative_length=shape >> 48 if has_lengths else None,
             skipped=own[2],
+            lora=self.loras[schedule >> 48],
         )
         if group not in self._numbers:
             self._numbers[group] = len(self.groups)
@@ -101,7 +107,7 @@ class Grouper:
     def _of_schedule(self, schedule: int) -> tuple[str, int, int | None]:
         """Sampler, steps, and steps skipped."""
         first = schedule & 0xFFFF
-        return self.samplers[schedule >> 32], (schedule >> 16) & 0xFFFF, first - 1 if first else None
+        return self.samplers[(schedule >> 32) & 0xFFFF], (schedule >> 16) & 0xFFFF, first - 1 if first else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,7 @@ def order_of_groups(groups: Sequence[Group]) -> list[int]:
             groups[number].sampler,
             groups[number].steps,
             -1 if groups[number].skipped is None else groups[number].skipped,
+            groups[number].lora,
         ),
     )
 

@@ -20,13 +20,13 @@ from batchgen.wording import counted
 def prefetch(model_or_job: str, overrides: tuple[str, ...]) -> None:
     """Fetch a hub model's files, so that runs need no network.
 
-    JOB is a job file (.toml), whose model is fetched.
+    JOB is a job file (.toml), whose model is fetched, with the VAE and the LoRAs that it names.
 
     \b
     Example: batchgen prefetch stabilityai/stable-diffusion-xl-base-1.0 --set model.variant=fp16
     """
     from batchgen.job import load_job
-    from batchgen.models.folder import fetch_model
+    from batchgen.models.fetching import fetch_model
 
     is_job = model_or_job.endswith(".toml")
     job = load_job(model_or_job if is_job else None, overrides)

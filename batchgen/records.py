@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,8 @@ class Group:
     """Likewise: the steps that an init image stands for (`Facts.skipped`); None without one."""
     negative_length: int | None = None
     """Tokens per encoded negative prompt, 0 where no row is guided; None where no text's length follows the text."""
+    lora: str = ""
+    """The LoRA set in the weights; "" is none."""
 
     @property
     def lengths(self) -> str:
@@ -44,6 +46,11 @@ class Group:
         if self.negative_length is None:
             return ""
         return f", text {self.text_length}" + (f" and {self.negative_length}" if self.negative_length else "")
+
+    @property
+    def shape(self) -> Group:
+        """The group as far as it decides what runs: LoRA sets change weights, not code."""
+        return replace(self, lora="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class Row:
     """None: the row begins from noise alone."""
     strength: float | None = None
     """The share of the steps that a row with an init image makes, above 0 to 1; None without one."""
+    lora: str = ""
+    """The job's LoRA set that it is made with; "" is none."""
 
     @property
     def noise_seed(self) -> int:
@@ -108,12 +117,17 @@ class Batch:
     group: Group
     rows: tuple[Row, ...]
 
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.group.shape, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The static shape of a batch: the key of a captured graph."""
 
     group: Group
+    """Its `shape`."""
     size: int
     """Batch size."""
 

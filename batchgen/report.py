@@ -73,11 +73,14 @@ def plan_text(drafted: Draft, job: Job, demand: Demand | None = None) -> str:
     that needs it, what memory its batches fit into."""
     summaries = summarise(drafted)
     header = ["size", "guided", "sampler", "images", "padded", "idle", "seconds", "batch×number"]
+    has_loras = any(one.group.lora for one in summaries)
+    header = [*header[:3], "lora", *header[3:]] if has_loras else header
     lines = [
         [
             f"{one.group.width}×{one.group.height}{one.group.lengths}",
             "yes" if one.group.is_guided else "no",
             sampler_text(one.group),
+            *([one.group.lora or "-"] if has_loras else []),
             f"{one.images:,}",
             f"{one.padded:,}",
             f"{one.idle_evaluations:,}",

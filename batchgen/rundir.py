@@ -31,6 +31,10 @@ _FREE = (
     "columns",
     "model.path",
     "model.revision",
+    "model.vae",
+    "model.scheduler",
+    "model.scheduler_options",
+    "model.loras",
     "engine.device",
     "engine.text_encoder",
     "engine.max_memory",
@@ -222,6 +226,8 @@ def check_differences(
     manifest that has not the same rows; where it may grow, more rows are no difference."""
     theirs = {name: value for name, value in index.fingerprint.items() if name not in _OF_MANIFEST}
     theirs = _keys(Job()) | theirs  # A key that the run's version did not know has its default there.
+    # No row that is planned names a set that the job did not have.
+    theirs = {name: value for name, value in ours.items() if name.startswith("model.file:lora ")} | theirs
     ours = {name: value for name, value in ours.items() if name not in _OF_MANIFEST}
     if index.model != job.model.path and ours != theirs:
         ours["model.path"], theirs["model.path"] = job.model.path, index.model

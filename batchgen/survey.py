@@ -149,7 +149,7 @@ class _Gathered:
     def add(self, checked: Checked, grouper: Grouper, num_bytes: int) -> None:
         good = np.flatnonzero(checked.is_good)
         self.num_bytes += num_bytes * int(checked.num_images[good].sum()) // max(1, len(checked.is_good))
-        who = identify(checked, grouper.samplers)
+        who = identify(checked, grouper.samplers, grouper.loras)
         texts = (checked.prompt, checked.negative_prompt)
         lengths = [self._lengths(column.take(good)) for column in texts] if self._lengths else None
         width, height = checked.width[good], checked.height[good]
@@ -161,6 +161,7 @@ class _Gathered:
             checked.steps[good],
             lengths=lengths,
             skipped=checked.skipped[good],
+            lora=checked.lora[good],
         )
         has_image = checked.skipped[good] >= 0
         is_smaller = (checked.width < checked.asked_width) | (checked.height < checked.asked_height)
@@ -196,7 +197,7 @@ def survey(
     """Check and identify every row. Bad cells go to `on_bad` as they are found, in manifest order but for
     duplicate ids, which come last; what to do about them is the caller's matter. Images that are known keep their
     seeds."""
-    grouper = Grouper.of(rules.facts, rules.samplers)
+    grouper = Grouper.of(rules.facts, rules.samplers, rules.loras)
     gathered = _Gathered(lengths_of(rules.job.model, rules.facts))
     is_good = np.zeros(manifest.num_rows, bool)
     first_row = 0

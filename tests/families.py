@@ -16,11 +16,11 @@ import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from batchgen.engine.whole import open_model
-from batchgen.job import Model
 from batchgen.models import demo
 from batchgen.models.dit_facts import sana_instruction
 from batchgen.models.tokens import lengths_of
 from batchgen.records import Batch, Row
+from batchgen.weights import Model
 from tests import tiny
 
 FLOW_SCHEDULER: dict[str, Any] = {

@@ -77,6 +77,7 @@ def make_shard(rows: Sequence[Row], carried: Mapping[str, pa.Array] | None = Non
         "init_offset": pa.array([row.init and row.init.offset for row in rows], pa.int64()),
         "init_bytes": pa.array([row.init and row.init.num_bytes for row in rows], pa.int64()),
         "sampler": pa.array([row.sampler for row in rows], pa.dictionary(int32, pa.string())),
+        "lora": pa.array([row.lora or None for row in rows], pa.dictionary(int32, pa.string())),
         "seed": pa.array([row.seed for row in rows], pa.uint64()),
         "asked_width": pa.array([row.width - 1 for row in rows], int32),
         "asked_height": pa.array([row.height - 1 for row in rows], int32),

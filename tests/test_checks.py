@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from batchgen.checks import BadCell, Checked, Rules
 from batchgen.errors import UsageError
+from batchgen.identified import identify
 from batchgen.job import Job
 from batchgen.metadata import CARRIED
 from batchgen.models.facts import PATTERN
@@ -383,3 +384,29 @@ def test_a_carried_column_is_carried_unchanged(column: pa.Array) -> None:
         own, kept = asked["own"].combine_chunks(), rows[f"{CARRIED}own"].combine_chunks()
         kept = kept.cast(own.type) if own.type != kept.type else kept
         assert kept.to_string(window=100) == own.to_string(window=100)
+
+
+class TestLoras:
+    SETS = 'model.loras={pixel = [{path = "p.safetensors"}], "b c" = [{path = "b.safetensors"}]}'
+
+    def test_a_row_has_the_set_that_it_names_else_the_jobs(self) -> None:
+        rules = Rules(pattern_job(self.SETS, "sampling.lora=b c"), PATTERN)
+        batch = pa.RecordBatch.from_pydict({"prompt": ["a"] * 4, "lora": ["pixel", "", None, "pixl"]})
+        checked = rules.check(batch, 0)
+        assert [rules.loras[one] for one in checked.lora[:3]] == ["pixel", "", "b c"]
+        (cell,) = checked.bad
+        assert (cell.row, cell.column, cell.value) == (3, "lora", "'pixl'")
+        assert cell.rule == "is no LoRA set of this job; model.loras has 'pixel', 'b c'"
+
+    def test_a_default_that_is_none_of_the_sets_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"sampling\.lora = 'x' is no LoRA set of this job, which has none"):
+            Rules(pattern_job("sampling.lora=x"), PATTERN)
+
+    def test_rows_without_a_set_keep_their_seeds_whatever_the_job_has(self) -> None:
+        batch = pa.RecordBatch.from_pydict({"prompt": ["a"] * 2, "lora": ["", "pixel"]})
+        rules = Rules(pattern_job(self.SETS), PATTERN)
+        with_sets = identify(rules.check(batch, 0), rules.samplers, rules.loras).content
+        plain = Rules(pattern_job(), PATTERN)
+        checked = plain.check(batch.select(["prompt"]), 0)
+        without = identify(checked, plain.samplers, plain.loras).content
+        assert [with_sets[0] == without[0], with_sets[1] == without[1]] == [True, False]

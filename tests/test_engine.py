@@ -18,12 +18,12 @@ from batchgen.engine.prompts import Prompts
 from batchgen.engine.residence import Residence
 from batchgen.errors import UsageError
 from batchgen.generator import Dropped, open_generator
-from batchgen.job import Model
 from batchgen.models import demo
 from batchgen.models.family import Network
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.tokens import count_tokens, load_tokenizer
 from batchgen.records import Failure, Image, Outcome, Row
+from batchgen.weights import Model
 from tests import tiny
 
 
@@ -104,9 +104,9 @@ def test_a_long_neighbour_changes_nothing(engine: Engine) -> None:
 def test_encoding_and_decoding_do_not_depend_on_what_else_is_to_do(engine: Engine) -> None:
     texts = [f"text {i}" for i in range(11)]
     folder = find_model(Model(path=str(tiny.folder("sd1"))))
-    together = Prompts(engine.model, Residence("gpu", engine.model, folder)).encoded(texts)
+    together = Prompts(engine.model, engine._loras, Residence("gpu", engine.model, folder)).encoded("", texts)
     for text in texts:
-        alone = Prompts(engine.model, Residence("offload", engine.model, folder)).encoded([text])
+        alone = Prompts(engine.model, engine._loras, Residence("offload", engine.model, folder)).encoded("", [text])
         assert torch.equal(alone[text][0], together[text][0])
     latents = torch.randn(6, 4, 8, 8)
     decoder = Decoder(engine.model, Compiler(engine.model), GraphPool(engine.device), print)

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import hub
 from batchgen.models.family import Conditioning
 from batchgen.models.folder import facts_of, find_model
 from batchgen.records import Image, Row
+from batchgen.weights import Model
 from tests import families, tiny
 
 PROMPTS = ("A red CUBE ", tiny.LONG, "", "🐉 龍 é")

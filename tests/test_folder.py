@@ -14,9 +14,10 @@ import torch
 
 from batchgen.engine.engine import FAMILIES, Engine
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import facts, hashes, hub, layouts
-from batchgen.models.folder import facts_of, fetch_model, find_model, identity
+from batchgen.models.fetching import fetch_model
+from batchgen.models.folder import facts_of, find_model, identity
+from batchgen.weights import Model
 from tests import tiny
 
 

@@ -17,10 +17,10 @@ from PIL import Image as PillowImage
 from batchgen.engine.whole import WholePipeline
 from batchgen.errors import UsageError
 from batchgen.generator import Dropped
-from batchgen.job import Model
 from batchgen.models import generic, signatures
 from batchgen.models.folder import facts_of, find_model, identity
 from batchgen.records import Failure
+from batchgen.weights import Model
 from tests import families, runs, tiny
 
 

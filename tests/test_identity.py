@@ -124,7 +124,7 @@ def test_any_change_changes_the_id_of_its_row_alone(row: int, column: str) -> No
         Rules(pattern_job(), PATTERN).check(pa.RecordBatch.from_pydict(columns | {"n": apart}), 0)
         for columns in (COLUMNS, changed)
     )
-    ids = [identify(checked, ["ddim"]).ids.hex().to_pylist() for checked in (before, after)]
+    ids = [identify(checked, ["ddim"], [""]).ids.hex().to_pylist() for checked in (before, after)]
     assert [old != new for old, new in zip(*ids, strict=True)] == [n == row for n in range(len(PROMPTS))]
 
 

@@ -47,22 +47,23 @@ LAYERS = [
     reporting.sample spill engine.graphs engine.norms stopping bench.workload bench.figures chunks
     slurm.programs doctor.findings fields filesystem owners gpus cost models.safety models.facts columns sources.base
     template models.demo.scenes models.demo.sprites models.demo.words models.signatures engine.attention engine.checking
-    progress bench.architectures bench.traces bench.surroundings models.checkpoints
-    job slurm.task refilling manifest_files disk metadata carried models.demo.captions models.demo.drawing
-    models.demo.judge models.demo.networks pictures models.unet_facts models.flow_facts models.family identity ledger
-    costs sizes sources.cells engine.meter doctor.machine
-    options generator codec models.demo.training jobs.origins manifest known plan_index glance selection
-    reporting.spending init_images strengths models.latent encoders formats card axes engine.crossing engine.samplers
-    modes sources.hub sources.jsonlines sources.tables heart differences slurm.script memory models.dit_facts
-    models.layouts models.demo.autoencoder models.demo.denoiser models.pattern models.unet models.flow checks planner
-    parts expansion engine.devices writer engine.compiling engine.denoise balance making reporting.plots models.dit
-    models.generic bench.building models.demo.train models.varying identified duplicates rejections engine.forecasts
-    engine.room product engine.relay
-    models.hub models.contents engine.tuning engine.decode engine.steps importer
-    models.loading models.completeness models.footprint engine.safety
-    models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image models.z_image
-    engine.residence models.aura models.hunyuan models.pixart models.sana
-    models.tokens models.chroma engine.prompts doctor.model bench.baselines
+    progress bench.architectures bench.traces bench.surroundings models.checkpoints models.reading
+    slurm.task refilling manifest_files disk metadata carried models.demo.captions models.demo.drawing models.demo.judge
+    models.demo.networks pictures models.unet_facts models.flow_facts models.family identity ledger costs sizes
+    sources.cells engine.meter doctor.machine weights
+    job models.demo.training manifest known plan_index glance selection reporting.spending init_images models.latent
+    formats card axes engine.crossing engine.samplers modes sources.hub sources.jsonlines sources.tables heart
+    differences models.dit_facts models.lora_files
+    options generator codec jobs.origins strengths encoders slurm.script memory models.layouts models.demo.autoencoder
+    models.demo.denoiser models.unet models.flow parts expansion engine.compiling balance reporting.plots models.dit
+    models.pattern checks planner engine.devices writer engine.denoise making models.generic bench.building
+    models.demo.train models.varying engine.forecasts product models.replacing
+    identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
+    engine.loras
+    engine.decode engine.steps models.loading models.completeness models.footprint
+    engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
+    models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana
+    models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching
     survey engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch
     plans report bench.modes planned

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from batchgen.job import Model, load_job
+from batchgen.job import load_job
 from batchgen.jobs.files import HERE, families, new_file
+from batchgen.jobs.origins import toml
 from batchgen.models.folder import facts_of
+from batchgen.weights import Model
 from tests import families as tiny_families
 from tests import runs
 from tests.test_job import VALUES, keys
@@ -107,7 +109,7 @@ def test_each_value_is_shown_with_what_gave_it(tmp_path: Path) -> None:
 
 def test_what_is_shown_is_a_job_file_that_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "again.toml"
-    words = [f"--set={name}={json.dumps(value)}" for name, value in VALUES.items() if name != "output.png_info"]
+    words = [f"--set={name}={toml(value)}" for name, value in VALUES.items() if name != "output.png_info"]
     words += ["--set=columns.prompt=cap\x7ftion", '--set=sampling.negative_prompt="a\\n\\"b\\" é"']
     ended = runs.batchgen("job", "show", *words)
     assert "note: what the model has of its own is not shown: " in ended.err

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import lengths, tokens
 from batchgen.models.flow_facts import Z_LENGTHS
 from batchgen.models.folder import facts_of
 from batchgen.planner import Grouper, order_of_groups
+from batchgen.weights import Model
 from tests import families, tiny
 
 TEXTS = ["a fox", None, "", "a fox", "{} {0} %s", " \n\n a\n ", "<|im_end|>\n<|im_start|>user", "🐉 龍 é", tiny.LONG]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
-from batchgen.models.folder import fetch_model, find_model, pinned
+from batchgen.models.fetching import fetch_model
+from batchgen.models.folder import find_model, pinned
+from batchgen.weights import Model
 from tests import checkers, families, runs, tiny
 from tests.hub import Hub, serving
 

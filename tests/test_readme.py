@@ -165,6 +165,14 @@ def test_job_file_loads(tmp_path: Path) -> None:
     assert (job.output.format, job.columns["prompt"]) == ("webdataset", "caption")
 
 
+def test_job_with_loras_loads(tmp_path: Path) -> None:
+    (text,) = re.findall(r"<!-- loras -->\n```toml\n(.+?)```", README, re.DOTALL)
+    (tmp_path / "job.toml").write_text(text, encoding="utf-8")
+    job = load_job(tmp_path / "job.toml")
+    assert job.model.vae
+    assert job.sampling.lora in job.model.loras or job.sampling.lora is None
+
+
 def test_profile_loads(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(block("json"), encoding="utf-8")
     assert len(load_profile(tmp_path / "profile.json").measurements) == len(json.loads(block("json"))["measurements"])

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import hub
-from batchgen.models.folder import fetch_model, find_model, identity, located
+from batchgen.models.fetching import fetch_model
+from batchgen.models.folder import find_model, identity, located
 from batchgen.records import Image
+from batchgen.weights import Model
 from tests import families, originals, runs, tiny
 from tests.hub import serving
 

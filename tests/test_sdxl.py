@@ -15,10 +15,10 @@ import torch
 
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import unet_facts
 from batchgen.models.folder import facts_of
 from batchgen.records import Image, Pixels, Row
+from batchgen.weights import Model
 from tests import runs, tiny
 from tests.test_parity import TOLERANCE, mixed, worst
 

@@ -21,10 +21,10 @@ from batchgen.bench.building import network_of
 from batchgen.bench.figures import Say, rate, spread
 from batchgen.bench.workload import Wanted
 from batchgen.errors import BatchgenError
-from batchgen.job import Model
-from batchgen.models.contents import read_json
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of
+from batchgen.models.reading import read_json
+from batchgen.weights import Model
 from batchgen.wording import first_line
 
 TRIED_BATCHES = (4, 8, 16, 32)

@@ -91,6 +91,7 @@ def _findings(job: Job, manifest: tuple[str, ...], out: Path | None) -> Iterator
     yield found_model
     if facts is not None:
         yield model.columns(facts)
+        yield from model.loras(job)
         yield from model.room(job, facts, () if job.engine.device == "cpu" else torch.gpus, machine.memory()[0])
     if found_work is not None:
         yield found_work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 
 from batchgen.doctor.findings import Finding
 from batchgen.doctor.torch_probe import Gpu
@@ -12,6 +13,7 @@ from batchgen.models.checkpoints import tensors_of
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.lora_files import lora_sets
 from batchgen.wording import counted, sized
 
 _HALF_BYTES = 2
@@ -51,6 +53,18 @@ def columns(facts: Facts) -> Finding:
     without = f"; no {', no '.join(sorted(refused))}" if refused else ""
     usual = f"{facts.width}×{facts.height}, {facts.steps} steps"
     return Finding("columns", "ok", f"{', '.join(facts.columns)}{without}; where nothing is said: {usual}")
+
+
+def loras(job: Job) -> Iterator[Finding]:
+    """The sets that rows may name in the column lora, where the job has any."""
+    if not job.model.loras:
+        return
+    sets = lora_sets(job.model)
+    told = [f"{name} ({counted(len(parts), 'file')})" for name, parts in sets.items()]
+    figures = {"sets": {name: {str(part.path): part.scale for part in parts} for name, parts in sets.items()}}
+    has_peft = find_spec("peft") is not None
+    advice = "" if has_peft else "the package peft, which puts them into the model, is missing: install batchgen[lora]"
+    yield Finding("LoRAs", "ok" if has_peft else "amiss", f"column lora: {', '.join(told)}", advice, figures)
 
 
 def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterator[Finding]:

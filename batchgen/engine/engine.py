@@ -25,6 +25,7 @@ from batchgen.engine.devices import (
     versions_of,
 )
 from batchgen.engine.graphs import GraphPool, device_bytes
+from batchgen.engine.loras import Loras
 from batchgen.engine.meter import Meter
 from batchgen.engine.prompts import Prompts
 from batchgen.engine.residence import Residence
@@ -41,6 +42,7 @@ from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.lora_files import lora_sets
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.pictures import read_all
@@ -81,7 +83,9 @@ class Engine:
         self._pool = GraphPool(self.device)
         self.steps = Steps(self.model, self._compiler, self._pool, context)
         self._group: Group | None = None
-        self._prompts = Prompts(self.model, Residence(job.engine.text_encoder, self.model, folder))
+        with quiet_libraries():
+            self._loras = Loras(self.model.pipeline, lora_sets(job.model), job.model.path)
+        self._prompts = Prompts(self.model, self._loras, Residence(job.engine.text_encoder, self.model, folder))
         self._say = context.say
         self._decoder = Decoder(
             self.model, self._compiler, self._pool, context.say, free=self.free, preparing=context.preparing
@@ -94,7 +98,9 @@ class Engine:
     @torch.inference_mode()
     def prepare(self, batches: Sequence[Batch], should_drop: Callable[[], bool]) -> None:
         """Encode the texts of a shard. As Generator.prepare."""
-        texts = [text for batch in batches for text in self.model.texts(batch.rows, batch.group.is_guided)]
+        texts: dict[str, list[str]] = {}
+        for batch in batches:
+            texts.setdefault(batch.group.lora, []).extend(self.model.texts(batch.rows, batch.group.is_guided))
         with errors_named(self.versions["device"]), self._meter.encoding(sum(len(batch.rows) for batch in batches)):
             with_room("encoding texts", lambda: self._prompts.prepare(texts, should_drop), self.free)
 
@@ -131,11 +137,11 @@ class Engine:
         watch.pass_stage()
         latents, mode = self.denoise(batch, conditioning, should_drop, pictures)
         watch.pass_stage()
-        decoding = self._decode(Bucket(batch.group, batch.size), latents, is_captured=mode_of(mode)[1])
+        decoding = self._decode(batch.bucket, latents, is_captured=mode_of(mode)[1])
         watch.pass_stage()
         is_steady = not is_first and num_captures == len(self.steps.captures)
         # Another number of images at once than was settled: their last bits may be others.
-        retries = int(self._decoder.is_cut(self.decode_chunk(Bucket(batch.group, batch.size))))
+        retries = int(self._decoder.is_cut(self.decode_chunk(batch.bucket)))
         counts = self._count(batch)
         seconds = (time.perf_counter() - started) / len(batch.rows)
         held_bytes = self.steps.held_bytes + self._decoder.held_bytes
@@ -146,9 +152,7 @@ class Engine:
                 stage_s = self._meter.count(watch, len(batch.rows), held_bytes)
             if is_steady and batch.group.form != OWN_UPDATE:
                 evaluations = [table.num_evaluations for table in self.tables(batch.rows)]
-                self._meter.measure(
-                    Bucket(batch.group, batch.size), mode, evaluations, stage_s, watch.peak_bytes + held_bytes
-                )
+                self._meter.measure(batch.bucket, mode, evaluations, stage_s, watch.peak_bytes + held_bytes)
             return [
                 _outcome(row, result, batch.size, mode, count, seconds, retries)
                 for row, result, count in zip(batch.rows, decoded, counts, strict=True)
@@ -182,7 +186,7 @@ class Engine:
         """What the network is told of all rows of a batch, padding included."""
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
-        encoded = with_room("encoding texts", lambda: self._prompts.encoded(texts), self.free)
+        encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
         return self.model.conditioning(rows, is_guided, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
@@ -205,11 +209,12 @@ class Engine:
     ) -> tuple[Tensor, str]:
         """Final latents `[R, C, h, w]` of the batch's R rows, and the mode that ran; padding is cut off. More rows than
         lanes take turns in them."""
-        rows, bucket = _padded(batch), Bucket(batch.group, batch.size)
+        rows, bucket = _padded(batch), batch.bucket
         is_own = batch.group.form == OWN_UPDATE
         tables = [] if is_own else self.tables(rows)
+        self._loras.use(batch.group.lora)
         self._choose(bucket, rows[: batch.size], conditioning)
-        self._enter(batch.group)
+        self._enter(batch.group.shape)
         with self._tuning.kernels():
             if is_own:
                 assert len(rows) == batch.size, "a scheduler that steps the batch itself has one step count for all"
@@ -319,6 +324,11 @@ def _folder(job: Job) -> ModelFolder:
     folder = find_model(job.model, has_checker=job.engine.safety_checker)
     if job.engine.text_encoder != "load":
         return folder
+    if job.model.loras:
+        raise UsageError(
+            'engine.text_encoder = "load" reads text encoders anew for each shard, and model.loras may change them; '
+            'take "offload"'
+        )
     if folder.in_checkpoint & set(folder.encoders):
         raise UsageError(
             f'engine.text_encoder = "load" reads text encoders from a folder, and {folder.checkpoint} is a single file '

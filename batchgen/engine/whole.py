@@ -25,12 +25,15 @@ from batchgen.engine.devices import (
     versions_of,
 )
 from batchgen.engine.engine import Engine
+from batchgen.engine.loras import Loras
 from batchgen.errors import UsageError
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
 from batchgen.models.folder import BUILT_IN, facts_of, find_model
+from batchgen.models.loading import load_replaced
+from batchgen.models.lora_files import lora_sets
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
@@ -61,6 +64,7 @@ class WholePipeline:
         folder = find_model(job.model)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
         self._pipeline = load(folder, dtype, self.device)
+        self._loras = Loras(self._pipeline, lora_sets(job.model), job.model.path)
         self._pipeline_s = 0.0
         self._attention = None if job.engine.attention == "auto" else job.engine.attention
         self._taken = inspect.signature(self._pipeline.__call__).parameters
@@ -72,6 +76,7 @@ class WholePipeline:
     def submit(self, batch: Batch, should_drop: Callable[[], bool]) -> Pending:
         """Make the rows at once. As Generator.submit."""
         with errors_named(self.versions["device"]), attention(self._attention, self.device):
+            self._loras.use(batch.group.lora)
             outcomes = [self._make(row, should_drop) for row in batch.rows]
         return lambda: outcomes
 
@@ -165,6 +170,7 @@ def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
                 use_safetensors=True,
                 local_files_only=True,
                 **without,
+                **load_replaced(folder, dtype),
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error

@@ -29,9 +29,9 @@ class Value:
         """As TOML; what is unset is a comment."""
         if self.value is None:
             return f"# {self.key} is unset"
-        key = self.key if self.key.replace("_", "").isalnum() and self.key.isascii() else json.dumps(self.key)
+        key = _key(self.key)
         # What a model has of its own is not the job's to say again.
-        return f"{'# ' if self.origin == MODEL else ''}{key} = {_toml(self.value)}"
+        return f"{'# ' if self.origin == MODEL else ''}{key} = {toml(self.value)}"
 
 
 def values(job: Job, origins: Mapping[str, str], facts: Facts | None = None) -> Iterator[Value]:
@@ -68,6 +68,16 @@ def facts_of_values(found: list[Value]) -> dict[str, dict[str, dict[str, Any]]]:
     return tables
 
 
-def _toml(value: Any) -> str:
-    """JSON's texts, numbers and lists are TOML's, but for one character that TOML wants escaped."""
+def toml(value: Any) -> str:
+    """A value as TOML, without the keys that are None. JSON's texts, numbers and lists are TOML's, but for one
+    character that TOML wants escaped."""
+    if isinstance(value, Mapping):
+        pairs = [f"{_key(key)} = {toml(one)}" for key, one in value.items() if one is not None]
+        return f"{{ {', '.join(pairs)} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").isalnum() and name.isascii() else toml(name)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import generic, signatures
-from batchgen.models.contents import ModelFolder, read_json
+from batchgen.models.contents import ModelFolder
 from batchgen.models.hub import prefetch_command
 from batchgen.models.layouts import FAMILIES, Component
+from batchgen.models.reading import read_json
+from batchgen.weights import Model
 from batchgen.wording import listed
 
 _VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors")
@@ -50,8 +51,9 @@ def checked(folder: ModelFolder) -> ModelFolder:
     else:
         files += [f"{name}/{component.config}" for name, component in components.items()]
     for file in files:
-        if not (path / file).is_file():
+        if not folder.file(file).is_file():
             raise UsageError(f"model folder {path} lacks {file}; {_again(folder)}")
+    folder.replaced.check(folder.name, components, path, is_generic=folder.is_generic)
     weights: list[str] = []
     for name, component in components.items():
         if component.is_tokenizer and not folder.is_generic:
@@ -138,7 +140,7 @@ def _tokenizer_files(path: Path, component: str) -> list[str]:
 def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
     """The component's weights, in the job's variant if it has them so: one file, or an index and the shards it
     names."""
-    place = folder.path / component
+    place = folder.place(component)
     for dotted in (f".{folder.variant}", "") if folder.variant else ("",):
         single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
         if (place / single).is_file():

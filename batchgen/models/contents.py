@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import UsageError
 from batchgen.models import checkpoints, generic
 from batchgen.models.layouts import FAMILIES, Component, Layout
+from batchgen.models.reading import read_json
+from batchgen.models.replacing import NOTHING, Replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,20 @@ class ModelFolder:
     """The components whose weights are read anew whenever they have something to do."""
     checkpoint: Path | None = None
     """The single file that holds all weights that it knows; `path` is then where the configuration lies."""
+    replaced: Replaced = NOTHING
+    """What the job puts in the place of the folder's own components."""
+
+    def place(self, component: str) -> Path:
+        """The folder of a component."""
+        other = self.replaced.vae if component == "vae" else None
+        return other or self.path / component
+
+    def file(self, name: str) -> Path:
+        """Where one of `files` lies."""
+        component, _, rest = name.partition("/")
+        if component == "scheduler" and self.replaced.scheduler_file:
+            return self.replaced.scheduler_file
+        return self.place(component) / rest if rest else self.path / name
 
     @property
     def index(self) -> dict[str, Any]:
@@ -64,7 +78,8 @@ class ModelFolder:
         """The components whose weights the single file holds."""
         if self.checkpoint is None:
             return frozenset()
-        return checkpoints.components_in(self.checkpoint, self.layout.single, self.components)
+        found = checkpoints.components_in(self.checkpoint, self.layout.single, self.components)
+        return found - {"vae"} if self.replaced.vae else found
 
     @property
     def encoders(self) -> tuple[str, ...]:
@@ -76,7 +91,7 @@ class ModelFolder:
         """All files that decide pixels, by name: those of `files`, and a single file as "checkpoint", whatever its own
         name is."""
         single = {} if self.checkpoint is None else {"checkpoint": self.checkpoint}
-        return {name: self.path / name for name in self.files} | single
+        return {name: self.file(name) for name in self.files} | single
 
     @property
     def weights(self) -> list[Path]:
@@ -84,7 +99,10 @@ class ModelFolder:
         return [path for path in self.paths.values() if path.suffix == ".safetensors"]
 
     def variant_of(self, component: str) -> str | None:
-        """The variant that a component's weights are read in: the job's, where the component has it."""
+        """The variant that a component's weights are read in: the job's, where the component has it; another VAE has
+        one alone."""
+        if component == "vae" and self.replaced.vae:
+            return None
         dotted = f".{self.variant}"
         has_it = any(name.startswith(f"{component}/") and dotted in Path(name).name for name in self.files)
         return self.variant if has_it else None
@@ -97,20 +115,10 @@ class ModelFolder:
     def configs(self) -> dict[str, dict[str, Any]]:
         """All JSON configurations that there are, by component, and model_index.json under its own name."""
         found = self.components.items()
-        own = {name: self.config(name) for name, one in found if (self.path / name / one.config).is_file()}
+        own = {name: self.config(name) for name, one in found if self.file(f"{name}/{one.config}").is_file()}
         return {"model_index.json": self.index, **own}
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
-        return read_json(self.path / component / self.components[component].config)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model file {path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"model file {path} holds no JSON object")
-    return content
+        found = read_json(self.file(f"{component}/{self.components[component].config}"))
+        return {**found, **self.replaced.scheduler} if component == "scheduler" else found

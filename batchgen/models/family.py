@@ -80,6 +80,10 @@ class Conditioning:
 class Family(Protocol):
     """A loaded pipeline on one device."""
 
+    @property
+    def pipeline(self) -> Any:
+        """diffusers' own, which holds the networks."""
+
     device: torch.device
     dtype: torch.dtype
     scheduler: Any

@@ -11,43 +11,20 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
-from batchgen.job import Model
-from batchgen.models import demo, facts, hashes
+from batchgen.models import demo, facts, hashes, lora_files, replacing, signatures
 from batchgen.models.completeness import CONVERT, UNCHECKED, checked
-from batchgen.models.contents import ModelFolder, read_json
-from batchgen.models.hub import cached, fetch
+from batchgen.models.contents import ModelFolder
+from batchgen.models.hub import cached
+from batchgen.models.reading import read_json
+from batchgen.models.replacing import replaced
+from batchgen.weights import Model
 
 BUILT_IN = ("demo", "pattern")
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A model that is here, whole."""
-
-    folder: ModelFolder
-    num_files: int
-    num_bytes: int
-    note: str
-
-
-def fetch_model(model: Model, *, has_checker: bool = False) -> Fetched:
-    """Fetch a hub id, or make sure of a local folder, and hash what a run would. Raises UsageError for a model that is
-    not to be had, not complete or not understood."""
-    if model.path in BUILT_IN:
-        raise UsageError(f"model {model.path!r} is built in; there is nothing to fetch")
-    file = Path(model.path).expanduser()
-    single = file if file.is_file() and model.config is not None else None
-    source = configuration(model) if single else model
-    note = fetch(source, has_checker=has_checker, checkpoint=single) if is_hub_id(source) else ""
-    folder = find_model(model, has_checker=has_checker)
-    identity(model, has_checker=has_checker)
-    sizes = [path.stat().st_size for path in folder.paths.values()]
-    return Fetched(folder, len(sizes), sum(sizes), note)
 
 
 def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
@@ -56,7 +33,7 @@ def find_model(model: Model, *, has_checker: bool = False) -> ModelFolder:
 
     Raises UsageError if it is nowhere, not complete, of another family, or asks for code of its own.
     """
-    return checked(_place(model, has_checker))
+    return checked(replace(_place(model, has_checker), replaced=replaced(model)))
 
 
 def _place(model: Model, has_checker: bool, single: Model | None = None) -> ModelFolder:
@@ -115,7 +92,7 @@ def located(model: Model) -> Model:
         for key, name in given.items()
         if name is not None and name not in BUILT_IN and (path := Path(name).expanduser()).exists()
     }
-    return model.model_copy(update=local)
+    return lora_files.located(replacing.located(model)).model_copy(update=local)
 
 
 def pinned(model: Model) -> Model:
@@ -134,11 +111,15 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     if model.path == "pattern":
         if model.variant != "faults":
             _refuse_idle(model, ("variant",), 'the pattern model knows only "faults", which obeys fault prompts')
-        _refuse_idle(model, ("revision", "dtype", "vae_dtype"), "the pattern model has no weights")
+        keys = ("revision", "dtype", "vae_dtype", "vae", "scheduler", "scheduler_options", "loras")
+        _refuse_idle(model, keys, "the pattern model has no weights")
         return facts.PATTERN
     if model.path == "demo":
         _refuse_idle(model, ("revision", "variant"), "the demo model is built in and has no other")
     folder = find_model(model, has_checker=has_checker)
+    if model.loras and not signatures.takes_loras(folder.family):
+        _refuse_idle(model, ("loras",), f"{folder.family} of the installed diffusers takes no LoRAs")
+    lora_files.lora_sets(model)
     found = folder.layout.facts(folder.configs, 0 if folder.is_generic else _text_length(folder))
     if model.path == "demo":
         return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
@@ -163,7 +144,7 @@ def _text_length(folder: ModelFolder) -> int:
 def _refuse_idle(model: Model, keys: Iterable[str], reason: str) -> None:
     for key in keys:
         value = getattr(model, key)
-        if value is not None:
+        if value not in (None, {}):
             raise UsageError(f"model.{key} = {value!r} has no effect on model {model.path!r}: {reason}; leave it out")
 
 
@@ -173,7 +154,8 @@ def identity(model: Model, *, has_checker: bool = False) -> dict[str, str]:
         return {"pattern": "1"}
     folder = find_model(model, has_checker=has_checker)
     commit = {"commit": folder.commit} if folder.commit else {}
-    return commit | {name: hashes.sha256(path) for name, path in folder.paths.items()}
+    files = {name: hashes.sha256(path) for name, path in folder.paths.items()}
+    return commit | files | folder.replaced.identity() | lora_files.identity(model)
 
 
 def architecture(model: Model) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from batchgen.job import Job
@@ -78,19 +77,19 @@ def _weights_bytes(folder: ModelFolder, component: str, dtype: str) -> int:
 def _parameters(folder: ModelFolder) -> Mapping[str, Counter[str]]:
     """Of each component, in T5's matrices `wo` and in all others."""
     found: dict[str, Counter[str]] = {name: Counter() for name in folder.components}
-    for path in folder.weights:
+    for file, path in folder.paths.items():
+        if path.suffix != ".safetensors":
+            continue
         for name, tensor in tensors_of(path).items():
-            component = _owner(folder, path, name)
+            component = _owner(folder, name) if path == folder.checkpoint else file.partition("/")[0]
             if component is not None:
                 found[component]["wo" if ".wo." in name else ""] += tensor.num_elements
     return found
 
 
-def _owner(folder: ModelFolder, path: Path, tensor: str) -> str | None:
-    """The component that a tensor is of: in a single file, what is no other's is the network's; averaged weights of
-    training, which lie in some, are nobody's."""
-    if path != folder.checkpoint:
-        return path.relative_to(folder.path).parts[0]
+def _owner(folder: ModelFolder, tensor: str) -> str | None:
+    """The component that a tensor of a single file is of: what is no other's is the network's; averaged weights of
+    training, which lie in some, are nobody's, and so are those of a VAE in whose place the job has another."""
     if tensor.startswith("model_ema."):
         return None
     prefixes = folder.layout.single

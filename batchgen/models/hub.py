@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models import generic
 from batchgen.models.checkpoints import components_in
 from batchgen.models.layouts import FAMILIES
+from batchgen.weights import Model
 from batchgen.wording import first_line
 
 _HUB_TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ def cached(model: Model, *, has_checker: bool = False, single: Model | None = No
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _found(model, single is None)
+        return _found(model.path, model.revision, model.variant, single is None)
     except Exception as error:  # which ones there are differs between the hub package's versions
         # Where nothing is cached the package tells programmers to pass an argument.
         why = "" if isinstance(error, LocalEntryNotFoundError) else f" ({first_line(error)})"
@@ -37,10 +37,10 @@ def cached(model: Model, *, has_checker: bool = False, single: Model | None = No
 
 
 @functools.cache
-def _found(model: Model, has_weights: bool) -> Path:
+def _found(path: str, revision: str | None, variant: str | None, has_weights: bool) -> Path:
     """Asked once per process, so that what is planned, fingerprinted and loaded is one commit."""
     only = None if has_weights else frozenset[str]()
-    return _snapshot(model, file_patterns(model.variant, only=only), is_local=True)
+    return _snapshot(Model(path=path, revision=revision), file_patterns(variant, only=only), is_local=True)
 
 
 def fetch(model: Model, *, has_checker: bool = False, checkpoint: Path | None = None) -> str:

@@ -50,6 +50,11 @@ class LatentDiffusion:
         self.checker: SafetyChecker | None = None
         self._pipeline = pipeline
 
+    @property
+    def pipeline(self) -> Any:
+        """As Family.pipeline."""
+        return self._pipeline
+
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
         return UNSHIFTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from batchgen.errors import UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.models.reading import read_json
 from batchgen.wording import first_line
 
 _LIBRARIES: Mapping[str, Any] = {
@@ -80,10 +82,35 @@ def vae_dtype_of(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype
     return vae_dtype or (torch.float32 if is_upcast else dtype)
 
 
+def load_scheduler(folder: ModelFolder) -> Any:
+    """The folder's scheduler, or the job's: one of another class takes the configuration over as `from_config` does."""
+    own = read_json(folder.file("scheduler/scheduler_config.json"))
+    made = getattr(diffusers, own["_class_name"]).from_config(own)
+    options = dict(folder.replaced.scheduler)
+    if not options:
+        return made
+    cls = options.pop("_class_name", own["_class_name"])
+    changed = getattr(diffusers, cls).from_config(made.config, **options)
+    idle = [name for name in options if name not in inspect.signature(type(changed).__init__).parameters]
+    if idle:
+        raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {', '.join(idle)}; leave it out")
+    return changed
+
+
+def load_replaced(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
+    """The components that the job puts in the place of the folder's own. Raises UsageError as `load_components`."""
+    found: dict[str, Any] = {}
+    if folder.replaced.vae is not None:
+        found["vae"] = _load(folder, "vae", folder.components["vae"], dtype)
+    if folder.replaced.scheduler_file or folder.replaced.scheduler:
+        found["scheduler"] = load_scheduler(folder)
+    return found
+
+
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:
-    place = folder.path / name
+    place = folder.place(name)
     if name == "scheduler":
-        return getattr(diffusers, folder.config(name)["_class_name"]).from_pretrained(place)
+        return load_scheduler(folder)
     cls = _class(component)
     if component.weights is None:
         return cls.from_pretrained(place)

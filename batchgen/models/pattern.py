@@ -22,12 +22,12 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
-from batchgen import job
 from batchgen.cost import Measurement
 from batchgen.errors import RowError
 from batchgen.generator import Dropped, Pending
 from batchgen.pictures import read_all
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
+from batchgen.weights import Model
 
 MIN_SIZE = 64
 MAX_SIZE = 65535
@@ -63,7 +63,7 @@ class PatternGenerator:
 
     versions: Mapping[str, str] = {"pattern": "1"}
 
-    def __init__(self, model: job.Model) -> None:
+    def __init__(self, model: Model) -> None:
         self._obeys_faults = model.variant == "faults"
         self._raised: set[tuple[str, int]] = set()
         self._paint_s = 0.0

@@ -49,6 +49,14 @@ def refusal(pipeline: str) -> str:
 
 
 @functools.cache
+def takes_loras(pipeline: str) -> bool:
+    """Whether a pipeline class has diffusers' loader of LoRAs."""
+    begins = re.compile(rf"^class {re.escape(pipeline)}\((.*?)\):", re.MULTILINE | re.DOTALL)
+    found = (begins.search(path.read_text(encoding="utf-8")) for path in _files())
+    return any("LoraLoaderMixin" in one[1] for one in found if one)
+
+
+@functools.cache
 def _from_text() -> frozenset[str]:
     """The classes that diffusers itself lists as making images of text."""
     text = (_place() / "pipelines" / "auto_pipeline.py").read_text(encoding="utf-8")

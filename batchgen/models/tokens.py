@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.errors import UsageError
-from batchgen.job import Model
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lengths import Ints
+from batchgen.weights import Model
 
 LengthsOf = Callable[[pa.Array], Ints]
 """The length of each text in the network, padding included."""

@@ -20,6 +20,7 @@ TYPES: Mapping[str, pa.DataType] = {
     "prompt": pa.string(),
     "negative_prompt": pa.string(),
     "sampler": pa.string(),
+    "lora": pa.string(),
     "width": pa.int32(),
     "height": pa.int32(),
     "steps": pa.int32(),

@@ -1,0 +1,20 @@
+"""JSON files of a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UsageError if it is not there or not JSON."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model file {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"model file {path} holds no JSON object")
+    return content
