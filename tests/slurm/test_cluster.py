@@ -281,7 +281,10 @@ def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) 
 
 
 def test_case_20_two_of_eight_tasks_again(slurm: Cluster, tmp_path: Path) -> None:
-    run = submit(slurm, runs.slow(tmp_path / "m.parquet", 32, 2), keys=("slurm.tasks=8", "plan.shard_images=4"))
+    # Two shards are made at once, so that the others are far from their end when the array is cancelled.
+    rows = [{"id": f"row-{n}", "prompt": f"fault: slow {0.1 if n < 8 else 3}"} for n in range(32)]
+    source = runs.manifest(tmp_path / "m.parquet", rows)
+    run = submit(slurm, source, keys=("slurm.tasks=8", "plan.shard_images=4"))
     wait_for(lambda: run.num_committed() >= 2, run.logs)
     slurm.ask("scancel", run.array)
     states, finish = run.ended()
