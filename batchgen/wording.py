@@ -12,8 +12,12 @@ def shorten(text: str, most: int = 80) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says that is not empty, else its name."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of what an error says that is not empty, with the next one where it only announces that; else its
+    name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1].removesuffix('.')}"
+    return lines[0] if lines else type(error).__name__
 
 
 def listed(names: Sequence[str], count: int | None = None) -> str:

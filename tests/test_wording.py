@@ -23,3 +23,7 @@ def test_lists_say_how_many_they_leave_out() -> None:
 def test_an_error_is_told_by_its_first_line_or_its_name() -> None:
     errors = [ValueError("\n  one\ntwo"), RuntimeError(), RuntimeError(" \n")]
     assert [first_line(error) for error in errors] == ["one", "RuntimeError", "RuntimeError"]
+    assert (
+        first_line(RuntimeError("\nError(s) in X:\n\tsize mismatch for y.\n\tand z"))
+        == "Error(s) in X: size mismatch for y"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -74,17 +75,18 @@ def errors_named(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Errors only from diffusers and transformers, whose advice while loading is for people who write pipelines."""
+def quiet_libraries(level: int = logging.ERROR) -> Iterator[None]:
+    """Errors only from diffusers and transformers, or what is above another level: their advice while loading is for
+    people who write pipelines."""
     loggers = (diffusers.utils.logging, transformers.utils.logging)
     before = [logger.get_verbosity() for logger in loggers]
     for logger in loggers:
-        logger.set_verbosity_error()
+        logger.set_verbosity(level)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.set_verbosity(level)
+        for logger, verbosity in zip(loggers, before, strict=True):
+            logger.set_verbosity(verbosity)
 
 
 def find_device(name: str | None) -> torch.device:

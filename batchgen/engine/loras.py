@@ -8,6 +8,7 @@ added would leave its rounding behind.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -65,8 +66,8 @@ class Loras:
         still reads the weights as they were."""
         if name == self.now:
             return
-        with torch.inference_mode(False), torch.no_grad(), quiet_libraries(), warnings.catch_warnings():
-            # peft warns of what a set of several files is: several adapters.
+        with torch.inference_mode(False), torch.no_grad(), quiet_libraries(logging.CRITICAL), warnings.catch_warnings():
+            # peft warns of what a set of several files is: several adapters. diffusers logs what it raises as well.
             warnings.simplefilter("ignore")
             for parameter in self._changed:
                 parameter.copy_(self._kept[parameter])
