@@ -1,4 +1,4 @@
-"""Every command says in one sentence what it does and shows an example; the README knows each command and option."""
+"""Every command says in one sentence what it does and shows an example; the pages know each command and option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 import pytest
 
 from batchgen.cli import cli
-from tests import runs
+from tests import pages, runs
 
 
 def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -42,9 +42,8 @@ def test_has_a_sentence_and_an_example(name: str) -> None:
 
 
 def test_the_readmes_commands_are_taken() -> None:
-    """Every command line in its text and in its blocks."""
-    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
-    examples = re.findall(r"(?m)(?:`|^|&& )batchgen ([a-z][^`\n]*)(?:`|$)", readme)
+    """Every command line in the text and in the blocks of all pages."""
+    examples = re.findall(r"(?m)(?:`|^|&& )batchgen ([a-z][^`\n]*)(?:`|$)", pages.ALL)
     examples = [one for one in examples if one.split()[0] in cli.commands]
     assert len(examples) >= len(cli.commands)
     for example in examples:
@@ -57,12 +56,11 @@ def test_the_readmes_commands_are_taken() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_is_documented(name: str) -> None:
-    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"`{name}`" in readme or f"batchgen {name}" in readme
+    assert f"`{name}`" in pages.README or f"batchgen {name}" in pages.ALL
     for parameter in COMMANDS[name].params:
         for option in parameter.opts:
             if option.startswith("--") and option != "--help":
-                assert option in readme, f"README.md does not name {option} of {name}"
+                assert option in pages.ALL, f"no page names {option} of {name}"
 
 
 def test_help_lists_every_command_whole() -> None:
@@ -92,8 +90,7 @@ def completed(**environment: str) -> str:
 
 def test_shells_complete_commands_and_options() -> None:
     """By the words that the README puts into a shell's own file."""
-    readme = (runs.ROOT / "README.md").read_text(encoding="utf-8")
-    shells = set(re.findall(r"_BATCHGEN_COMPLETE=(\w+)_source batchgen", readme))
+    shells = set(re.findall(r"_BATCHGEN_COMPLETE=(\w+)_source batchgen", pages.README))
     assert shells == {"bash", "zsh", "fish"}
     for shell in shells - {"bash"}:  # For which click looks at the version of the bash that is there.
         assert "_BATCHGEN_COMPLETE" in completed(_BATCHGEN_COMPLETE=f"{shell}_source")

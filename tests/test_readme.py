@@ -1,4 +1,4 @@
-"""What the README promises that can be held here; `.ci/run` runs its two commands."""
+"""What the README and its pages promise that can be held here; `.ci/run` runs its two commands."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from batchgen.job import load_job
 from batchgen.models import facts
 from tests import runs
 from tests.hub import serving
+from tests.pages import ALL, PAGES, README
 
-README = (runs.ROOT / "README.md").read_text(encoding="utf-8")
 
-
-def block(language: str) -> str:
+def block(language: str, page: str = README) -> str:
     """The one block of a language that is no recipe."""
-    (text,) = re.findall(rf"(?<!-->)\n```{language}\n(.+?)```", README, re.DOTALL)
+    (text,) = re.findall(rf"(?<!-->)\n```{language}\n(.+?)```", page, re.DOTALL)
     return str(text)
 
 
@@ -143,18 +142,20 @@ def test_a_run_of_any_format_is_uploaded_with_its_card_and_opens_from_there(
 
 
 def test_the_expansion_does_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (commands,) = re.findall(r"<!-- expansion -->\n```bash\n(.+?)```", README, re.DOTALL)
+    page = PAGES["manifests/README.md"]
+    (one_line,) = re.findall(r"<!-- one line -->\n```bash\n(.+?)\n```", README)
+    (commands,) = re.findall(r"<!-- expansion -->\n```bash\n(.+?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    for line in commands.splitlines():
+    for line in (one_line.replace("foxes.parquet", "few.parquet"), *commands.splitlines()):
         if line.startswith("batchgen"):
             ended = runs.batchgen(*shlex.split(line.removeprefix("batchgen ")))
             assert ended.code == 0, ended.err
         else:
             subprocess.run(["bash", "-euc", line], check=True)
-    foxes, grid = (pq.read_table(f"{name}.parquet") for name in ("foxes", "grid"))
-    assert (foxes.num_rows, grid.num_rows) == (3 * 2 * 2 * 2, 2 * 2 * 3 * 3)
+    few, foxes, grid = (pq.read_table(f"{name}.parquet") for name in ("few", "foxes", "grid"))
+    assert (few.num_rows, foxes.num_rows, grid.num_rows) == (2 * 2 * 2, 3 * 2 * 2 * 2, 2 * 2 * 3 * 3)
     assert foxes["prompt"][0].as_py() == "a red fox, oil painting"
-    (named,) = re.findall(r"such as `(cat-07_\S+)`:", README)
+    (named,) = re.findall(r"such as `(cat-07_\S+)`:", page)
     assert named in grid["id"].to_pylist()
     assert grid["prompt"][0].as_py() == "a cat on a sofa, film photo"
 
@@ -166,7 +167,7 @@ def test_job_file_loads(tmp_path: Path) -> None:
 
 
 def test_job_with_loras_loads(tmp_path: Path) -> None:
-    (text,) = re.findall(r"<!-- loras -->\n```toml\n(.+?)```", README, re.DOTALL)
+    (text,) = re.findall(r"<!-- loras -->\n```toml\n(.+?)```", PAGES["jobs/README.md"], re.DOTALL)
     (tmp_path / "job.toml").write_text(text, encoding="utf-8")
     job = load_job(tmp_path / "job.toml")
     assert job.model.vae
@@ -174,8 +175,9 @@ def test_job_with_loras_loads(tmp_path: Path) -> None:
 
 
 def test_profile_loads(tmp_path: Path) -> None:
-    (tmp_path / "profile.json").write_text(block("json"), encoding="utf-8")
-    assert len(load_profile(tmp_path / "profile.json").measurements) == len(json.loads(block("json"))["measurements"])
+    shown = block("json", PAGES["jobs/README.md"])
+    (tmp_path / "profile.json").write_text(shown, encoding="utf-8")
+    assert len(load_profile(tmp_path / "profile.json").measurements) == len(json.loads(shown)["measurements"])
 
 
 def test_samplers_are_named() -> None:
@@ -186,9 +188,24 @@ def test_samplers_are_named() -> None:
 
 
 def test_every_path_that_is_named_exists() -> None:
-    named = set(re.findall(r"\b(?:manifests|jobs|batchgen)/[\w./]*\w", README.replace("~/.cache/batchgen", "")))
+    named = set(re.findall(r"\b(?:manifests|jobs|batchgen)/[\w./]*\w", ALL.replace("~/.cache/batchgen", "")))
     assert len(named) >= 3
     assert [path for path in named if not (runs.ROOT / path).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_to_a_page_leads_there(name: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", PAGES[name])
+    for path, anchor in links:
+        page = (runs.ROOT / name).parent / path if path else runs.ROOT / name
+        assert page.exists(), path
+        assert not anchor or anchor in anchors(page), f"{path}#{anchor}"
 
 
 def test_reliability_is_what_the_figures_say() -> None:
