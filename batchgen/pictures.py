@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import stat
+import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +32,15 @@ MAX_PIXELS = 2**26
 """Of an init image."""
 READERS = 8
 """Threads: reading waits for the disk, and Pillow decodes and resizes without the interpreter."""
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-"""What Pillow warns of has more than MAX_PIXELS, and is refused."""
+warnings.filterwarnings("ignore", module=r"PIL\.")
+"""Pillow warns of metadata that it cannot read, and of pictures of more than MAX_PIXELS, which are refused."""
 _WIDE = ("I", "F")
 """Pillow's modes of more than 8 bits a channel begin so; turned into RGB they would be cut, not scaled."""
 _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
+_PNG = b"\x89PNG\r\n\x1a\n"
+_TELLING = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+"""Chunks of a PNG that may tell the orientation, as EXIF or as XMP."""
 
 
 class BadInitImage(RowError):
@@ -151,13 +156,28 @@ def _named_faults() -> Iterator[None]:
 
 
 def _size(file: io.BufferedReader | io.BytesIO) -> tuple[int, int]:
-    """Width and height, upright, by the header."""
+    """Width and height, upright, by the header where that tells."""
+    tells_late = _tells_late(file)
     with Image.open(file, formats=FORMATS) as image:
         _check_kind(image)
-        # Of a PNG without it in front of the pixels, Pillow would decode them to find it behind.
-        has_exif = image.format != "PNG" or "exif" in image.info
-        turned = has_exif and image.getexif().get(ExifTags.Base.Orientation) in _TURNED
+        if tells_late or image.format == "TIFF":  # Which Pillow turns itself while it decodes.
+            return ImageOps.exif_transpose(image).size
+        # A PNG's own method would decode the pixels to look behind them.
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in _TURNED
         return image.size[::-1] if turned else image.size
+
+
+def _tells_late(file: io.BufferedReader | io.BytesIO) -> bool:
+    """Whether a file is a PNG with a chunk behind its pixels that may tell how it is to be turned."""
+    is_behind = is_late = False
+    is_png = file.read(len(_PNG)) == _PNG
+    while is_png and not is_late and len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        is_behind = is_behind or kind == b"IDAT"
+        is_late = is_behind and kind in _TELLING
+        file.seek(length + 4, os.SEEK_CUR)
+    file.seek(0)
+    return is_late
 
 
 def _check_kind(image: Image.Image) -> None:

@@ -7,6 +7,8 @@ import errno
 import hashlib
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ def turned() -> Picture.Exif:
     exif = Picture.Exif()
     exif[ExifTags.Base.Orientation] = 6
     return exif
+
+
+XMP = b'<rdf:Description tiff:Orientation="6"/>'
+
+
+def chunked(kind: bytes, content: bytes, *, is_behind: bool) -> bytes:
+    """A PNG file with one more chunk, in front of its pixels or behind them."""
+    data = encoded(80, 56, 12)
+    at = len(data) - 12 if is_behind else 33
+    chunk = kind + content
+    return data[:at] + struct.pack(">I", len(content)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at:]
 
 
 PATHS = ("pictures/a.png", "pictures/b.jpg", "pictures/c.webp", None)
@@ -305,6 +318,11 @@ def test_pictures_that_rows_share_are_packed_once(tmp_path: Path, folder: Path) 
         encoded(80, 56, 7, "GIF"),
         encoded(64, 64, 8, "WEBP", exif=turned()),
         encoded(80, 56, 9, "PNG", "LA", exif=turned()),
+        encoded(80, 56, 10, "TIFF", tiffinfo={ExifTags.Base.Orientation: 6}),
+        encoded(80, 56, 11, "JPEG", xmp=XMP),
+        chunked(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + XMP, is_behind=False),
+        chunked(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + XMP, is_behind=True),
+        chunked(b"eXIf", turned().tobytes()[6:], is_behind=True),
     ],
 )
 def test_pixels_are_those_of_diffusers(tmp_path: Path, content: bytes) -> None:
@@ -354,3 +372,15 @@ def test_paths_of_a_table_are_whole_where_its_manifest_lies_elsewhere(tmp_path: 
     for place in (folder / "beside.parquet", tmp_path / "other/m.parquet"):
         assert runs.run(place, tmp_path / place.stem).code == 0
     assert runs.pixels(tmp_path / "beside") == runs.pixels(tmp_path / "m")
+
+
+def test_a_path_leads_where_the_disk_says(tmp_path: Path, folder: Path) -> None:
+    """`..` behind a link is the folder above its target, not the one that holds the link."""
+    (folder / "elsewhere" / "deep").mkdir(parents=True)
+    (folder / "elsewhere" / "a.png").write_bytes(encoded(72, 64))
+    (folder / "a.png").write_bytes(encoded(64, 64))
+    (folder / "link").symlink_to("elsewhere/deep")
+    source = runs.manifest(folder / "m.parquet", {"prompt": ["a"], "image": ["link/../a.png"]})
+    assert runs.run(source, tmp_path / "out").code == 0
+    (line,) = runs.check_images(tmp_path / "out")
+    assert (line["width"], line["height"]) == (72, 64)
