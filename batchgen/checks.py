@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -210,12 +211,16 @@ class _Check:
                 rule = f"cannot be made: {number} steps of {name} do not fit this model's schedule; {hint}"
                 self._refuse("steps", pairs == pair, rule, str(number))
 
-    def _refuse(self, column: str, is_bad: Bools, rule: str, default: str = "None") -> None:
-        """Note the rule for every row of the mask. `default` is the value where the manifest has no such column."""
+    def _refuse(self, column: str, is_bad: Bools, rule: str, in_force: npt.NDArray[Any] | str = "None") -> None:
+        """Note the rule for every row of the mask. `in_force` is the value where the manifest says none, for all rows
+        or one per row."""
         show = shown_image if column == "image" else shown
-        for row in np.flatnonzero(is_bad):
-            value = show(self.columns[column][int(row)]) if column in self.columns else default
-            self.bad.append(BadCell(self.first_row + int(row), column, value, rule))
+        told = self.columns.get(column)
+        for row in np.flatnonzero(is_bad).tolist():
+            is_told = told is not None and is_given(told[row : row + 1]).all()
+            default = in_force if isinstance(in_force, str) else str(in_force[row])
+            value = show(told[row]) if is_told else default
+            self.bad.append(BadCell(self.first_row + row, column, value, rule))
         self.is_good &= ~is_bad
 
     def _text(self, column: str, default: str | None, *, is_required: bool = False) -> pa.Array:
@@ -287,7 +292,7 @@ class _Check:
         column = self.columns.get("strength", pa.nulls(self.num))
         found = strengths(column, has_image, np.where(self.is_good, steps, MAX_COUNTED_STEPS), facts, self.rules.job)
         for rule, is_bad in found.broken.items():
-            self._refuse("strength", is_bad, rule, f"{found.default:g}")
+            self._refuse("strength", is_bad, rule, found.values)
         return found.values, found.skipped
 
     def _size(self, column: str, told: int | None, usual: int, init: Looked | None) -> tuple[Ints, Ints]:
@@ -298,7 +303,7 @@ class _Check:
             self.columns.get(column), np.full(self.num, told or usual), None if told else of_image, facts, policy
         )
         for rule, is_bad in found.broken.items():
-            self._refuse(column, is_bad, rule)
+            self._refuse(column, is_bad, rule, found.asked)
         return found.asked, found.made
 
     def _sampler(self, default: str) -> npt.NDArray[np.int32]:
