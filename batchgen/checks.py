@@ -217,9 +217,9 @@ class _Check:
         show = shown_image if column == "image" else shown
         told = self.columns.get(column)
         for row in np.flatnonzero(is_bad).tolist():
-            is_told = told is not None and is_given(told[row : row + 1]).all()
-            default = in_force if isinstance(in_force, str) else str(in_force[row])
-            value = show(told[row]) if is_told else default
+            value = in_force if isinstance(in_force, str) else str(in_force[row])
+            if told is not None and is_given(told[row : row + 1]).all():
+                value = show(told[row])
             self.bad.append(BadCell(self.first_row + row, column, value, rule))
         self.is_good &= ~is_bad
 
