@@ -60,7 +60,7 @@ LAYERS = [
     models.demo.train models.varying engine.forecasts product models.replacing
     identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
     engine.loras
-    engine.decode engine.steps models.loading models.completeness models.footprint
+    models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
     models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana
     models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching

@@ -113,6 +113,13 @@ def test_what_is_no_lora_is_refused_before_anything_is_loaded(tmp_path: Path) ->
         job = tiny.job(folder, f"model.loras={{bad = [{_file((path, 1.0))}]}}")
         with pytest.raises(UsageError, match=why):
             facts_of(job.model)
+    for told, why in [
+        (f"path = '{unet}', weight_name = 'a'", "weight_name = 'a' has no effect, since .* is a file here"),
+        (f"path = '{unet}', revision = 'a'", "revision = 'a' has no effect, since .* is a file here"),
+        (f"path = '{unet.parent}', revision = 'a'", "is a folder here, which has no revisions; leave it out"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            facts_of(tiny.job(folder, f"model.loras={{bad = [{{{told}}}]}}").model)
     with pytest.raises(UsageError, match="takes no LoRAs; leave it out"):
         facts_of(tiny.job(families.folder("pixart"), f"model.loras={{a = [{_file((unet, 1.0))}]}}").model)
     with pytest.raises(UsageError, match="has no weights; leave it out"):
@@ -163,7 +170,6 @@ def test_another_vae_and_another_scheduler(tmp_path: Path) -> None:
         ("model.vae=tests", "so it is no VAE's folder"),
         ("model.scheduler=nowhere.json", "neither a file or folder here nor the class"),
         ("model.scheduler=FlowMatchEulerDiscreteScheduler", "does not run in the pipeline of"),
-        ("model.scheduler_options={timestep_spacin = 1}", "has no timestep_spacin; leave it out"),
     ],
 )
 def test_what_cannot_take_a_components_place_is_refused(override: str, why: str) -> None:

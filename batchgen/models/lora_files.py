@@ -63,8 +63,11 @@ def _absolute(file: LoraFile) -> LoraFile:
 def _found(name: str, file: LoraFile) -> Path:
     place = Path(file.path).expanduser()
     if place.is_file():
+        _refuse_idle(name, file, "weight_name", "revision")
         return place.resolve()
-    if not place.is_dir():
+    if place.is_dir():
+        _refuse_idle(name, file, "revision")
+    else:
         place = _cached(name, file)
     if file.weight_name is not None:
         return place.resolve() / file.weight_name
@@ -72,6 +75,15 @@ def _found(name: str, file: LoraFile) -> Path:
     if len(files) != 1:
         raise UsageError(_which(name, file, [one.name for one in files]))
     return files[0].absolute()
+
+
+def _refuse_idle(name: str, file: LoraFile, *keys: str) -> None:
+    for key in (one for one in keys if getattr(file, one) is not None):
+        is_what = "a folder here, which has no revisions" if Path(file.path).expanduser().is_dir() else "a file here"
+        raise UsageError(
+            f"model.loras: set {name!r}: {key} = {getattr(file, key)!r} has no effect, since {file.path} is {is_what}; "
+            "leave it out"
+        )
 
 
 def _which(name: str, file: LoraFile, names: list[str]) -> str:
