@@ -86,6 +86,19 @@ def test_a_shard_of_several_sets_encodes_each_text_by_its_own() -> None:
     assert [np.array_equal(one()[0].pixels, wanted) for one, wanted in zip(pending, alone, strict=True)] == [True] * 2
 
 
+def test_a_file_that_is_another_one_when_its_set_is_taken_again(tmp_path: Path) -> None:
+    """A trainer that goes on writing, say: the rows that are left would be made by other weights."""
+    file = Path(shutil.copy(loras.file("sd1", 1), tmp_path / "a.safetensors"))
+    maker = engine("sd1", {"one": [(file, 1.0)]})
+    rows = [tiny.row(steps=1)]
+    before = made(maker, rows, "one")
+    assert np.array_equal(before, made(maker, rows, "one"))
+    made(maker, rows)
+    shutil.copy(loras.file("sd1", 2, with_texts=False), file)
+    with pytest.raises(UsageError, match=f"{file} was written anew or replaced while the run was at work"):
+        made(maker, rows, "one")
+
+
 @pytest.mark.parametrize(
     ("kind", "other", "why"),
     [("sd1", "sdxl", "does not fit model"), ("sd3", "sd1", "which this model does not have"), ("klein", "flux", "fit")],
