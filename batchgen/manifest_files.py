@@ -41,6 +41,8 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     """
     found: dict[Path, Path] = {}
     for name in names:
+        if not str(name):
+            raise UsageError("manifest: a name is empty; name a file, or . for the folder that you are in")
         for file in _files_of(name):
             if not is_utf8(file):
                 raise UsageError(f"manifest: the name of {str(file)!r} is not UTF-8; rename it")
