@@ -68,4 +68,4 @@ def sheet(
     click.echo(f"{counted(shown.num_pictures, 'picture')} in {target}")
     if shown.missing_letters:
         letters = shorten(shown.missing_letters, 20)
-        click.echo(f"no font here has {letters}: boxes stand for them until one is installed, such as Noto", err=True)
+        click.echo(f"no font here has {letters}: boxes stand for them until one that has them is installed", err=True)
