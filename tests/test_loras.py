@@ -12,6 +12,8 @@ import diffusers
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from peft.tuners.lora import Linear
 
 from batchgen.engine.whole import open_model
 from batchgen.errors import UsageError
@@ -84,6 +86,32 @@ def test_a_shard_of_several_sets_encodes_each_text_by_its_own() -> None:
     maker.prepare(batches, tiny.never)
     pending = [maker.submit(batch, tiny.never) for batch in batches]
     assert [np.array_equal(one()[0].pixels, wanted) for one, wanted in zip(pending, alone, strict=True)] == [True] * 2
+
+
+def test_a_set_that_does_not_fit_into_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it short before a layer is changed, or when half of one is."""
+    maker, row = engine("sd1", {"one": [(loras.file("sd1", 1), 1.0)]}), tiny.row(steps=2)
+    ((without,), (wanted,)), number = (made(maker, [row], name) for name in ("", "one")), 0
+    maker._loras.use("")
+    merge = Linear.merge
+
+    def short(layer: Any, adapter_names: list[str]) -> None:
+        nonlocal number
+        number += 1
+        if number % 5 == 3:
+            raise torch.OutOfMemoryError("no room")
+        merge(layer, adapter_names=adapter_names)
+        if number % 5 == 0:
+            raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Linear, "merge", short)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                maker._loras.use("one")
+    maker._prompts.prepare({}, tiny.never)
+    assert np.array_equal(made(maker, [row])[0], without)
+    assert np.array_equal(made(maker, [row], "one")[0], wanted)
 
 
 @pytest.mark.parametrize(
