@@ -17,7 +17,8 @@ from peft.tuners.lora import Linear
 
 from batchgen.engine.whole import open_model
 from batchgen.errors import UsageError
-from batchgen.models.folder import facts_of, identity
+from batchgen.models.folder import facts_of, identity, located
+from batchgen.models.lora_files import LoraPart, lora_sets
 from batchgen.records import Image, Row
 from tests import families, loras, runs, tiny
 
@@ -141,10 +142,26 @@ def test_what_is_no_lora_is_refused_before_anything_is_loaded(tmp_path: Path) ->
         job = tiny.job(folder, f"model.loras={{bad = [{_file((path, 1.0))}]}}")
         with pytest.raises(UsageError, match=why):
             facts_of(job.model)
+    file = loras.file("sd1", 1)
+    for key, path in (("revision", file), ("weight_name", file), ("revision", file.parent)):
+        told = f"model.loras={{bad = [{{path = {json.dumps(str(path))}, {key} = 'main'}}]}}"
+        with pytest.raises(UsageError, match=f"set 'bad': {key} = 'main' has no effect on .*; leave it out"):
+            facts_of(tiny.job(folder, told).model)
     with pytest.raises(UsageError, match="takes no LoRAs; leave it out"):
         facts_of(tiny.job(families.folder("pixart"), f"model.loras={{a = [{_file((unet, 1.0))}]}}").model)
     with pytest.raises(UsageError, match="has no weights; leave it out"):
         facts_of(tiny.job("pattern", f"model.loras={{a = [{_file((unet, 1.0))}]}}").model)
+
+
+def test_a_file_of_the_hubs_cache_is_a_link_to_one_without_an_ending(tmp_path: Path) -> None:
+    """Taken as it is named, from another folder too."""
+    blob, link = tmp_path / "blobs" / "0123", tmp_path / "snapshots" / loras.FILE
+    blob.parent.mkdir()
+    link.parent.mkdir()
+    shutil.copy(loras.file("sd1", 1), blob)
+    link.symlink_to(blob)
+    model = tiny.job(families.folder("sd1"), f"model.loras={{a = [{_file((link, 1.0))}]}}").model
+    assert lora_sets(model)["a"] == lora_sets(located(model))["a"] == (LoraPart(link, 1.0),)
 
 
 def test_identity_is_of_contents_and_scales(tmp_path: Path) -> None:
