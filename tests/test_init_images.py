@@ -198,8 +198,10 @@ def test_bytes_and_types_that_are_no_pictures(folder: Path) -> None:
         (PATHS[0], float("nan"), "must be a number above 0 and at most 1"),
         (PATHS[0], 0.04, "leaves none of the row's steps to make: give it more steps, or a greater strength"),
         (None, 0.5, "has no effect without an image"),
+        (None, float("nan"), "has no effect without an image"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_strengths(folder: Path, image: str | None, strength: float, rule: str) -> None:
     """20 steps leave one at 0.05."""
     column = pa.array([image, PATHS[0]])
