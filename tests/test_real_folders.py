@@ -138,8 +138,9 @@ def bare(kind: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
 def test_a_single_file_is_its_folder(tmp_path: Path, kind: str) -> None:
-    """In the layout of its authors, with nothing but the configuration beside it."""
-    file = originals.write(tiny.pipeline(kind), tmp_path / "model.safetensors")
+    """In the layout of its authors, with nothing but the configuration beside it; a link, as in the hub's cache."""
+    file = tmp_path / "model.safetensors"
+    file.symlink_to(originals.write(tiny.pipeline(kind), tmp_path / "blob.safetensors").rename(tmp_path / "blob"))
     made = Engine(tiny.job(file, f"model.config={bare(kind, tmp_path)}"))
     batch = tiny.batch([tiny.row(steps=1)], made.facts)
     (ours,), (theirs,) = (one.submit(batch, tiny.never)() for one in (made, tiny.engine(kind)))

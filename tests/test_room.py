@@ -21,6 +21,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.memory import CARDS, Demand, Room
+from batchgen.models import footprint
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.footprint import demand_of
 from batchgen.models.layouts import FAMILIES
@@ -123,6 +124,25 @@ def test_flux_on_common_cards(tmp_path: Path) -> None:
     assert line.startswith(
         "  24 GB: not a single 1024×1024; the weights alone are 34 GB in bfloat16: take a larger GPU"
     )
+
+
+TRANSFORMERS = (
+    *("sd3", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_the_estimate_of_a_transformer_is_of_its_patches_and_its_weights_as_loaded(kind: str) -> None:
+    """A part of some text encoders stays in float32. Files hold buffers too, such as the places of SD3."""
+    folder = families.folder(kind)
+    needs, known = demand(folder, "model.dtype=float16"), facts_of(of(folder).model)
+    network = find_model(of(folder).model).config("transformer")
+    width = network.get("dim") or network["num_attention_heads"] * network["attention_head_dim"]
+    assert needs.row_pixel == 2 * footprint._SEQUENCE * width / known.size_multiple**2
+    model = Engine(tiny.job(folder, "model.dtype=float16")).model
+    for wanted, networks in ((needs.network, [model.network]), (needs.encoders, model.encoders)):
+        loaded = sum(one.numel() * one.element_size() for part in networks for one in part.parameters())
+        assert loaded <= wanted <= 1.2 * loaded
 
 
 def needing(**values: Any) -> Demand:

@@ -97,14 +97,27 @@ def load_scheduler(folder: ModelFolder) -> Any:
     return changed
 
 
-def load_replaced(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
-    """The components that the job puts in the place of the folder's own. Raises UsageError as `load_components`."""
-    found: dict[str, Any] = {}
-    if folder.replaced.vae is not None:
-        found["vae"] = _load(folder, "vae", folder.components["vae"], dtype)
-    if folder.replaced.scheduler_file or folder.replaced.scheduler:
-        found["scheduler"] = load_scheduler(folder)
-    return found
+def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The pipeline of a checked folder by its own loader, which is given the networks and what the job puts in the
+    place of the folder's own: that loader draws weights that are missing. Raises UsageError as `load_components`."""
+    libraries = ("diffusers", "transformers")
+    networks = {name: one for name, one in folder.components.items() if one.weights and one.library in libraries}
+    without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    with _errors_named(folder):
+        parts = {name: _load(folder, name, one, dtype) for name, one in networks.items()}
+        if folder.replaced.scheduler_file or folder.replaced.scheduler:
+            parts["scheduler"] = load_scheduler(folder)
+        return getattr(diffusers, folder.family).from_pretrained(
+            folder.path,
+            torch_dtype=dtype,
+            variant=folder.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            **without,
+            **parts,
+        )
 
 
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:
