@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +10,8 @@ import diffusers
 import torch
 import transformers
 from diffusers.pipelines import stable_diffusion
-from safetensors import SafetensorError
 
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
 from batchgen.models.reading import read_json
@@ -70,7 +68,9 @@ def _errors_named(folder: ModelFolder) -> Iterator[None]:
             f"model {folder.name!r} needs a package that is not installed: {first_line(error)}; for a tokenizer that "
             "comes as a .model file: pip install sentencepiece protobuf"
         ) from None
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except BatchgenError:
+        raise
+    except Exception as error:  # The libraries raise what they like over files that are not as they should be.
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
 
@@ -90,11 +90,7 @@ def load_scheduler(folder: ModelFolder) -> Any:
     if not options:
         return made
     cls = options.pop("_class_name", own["_class_name"])
-    changed = getattr(diffusers, cls).from_config(made.config, **options)
-    idle = [name for name in options if name not in inspect.signature(type(changed).__init__).parameters]
-    if idle:
-        raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {', '.join(idle)}; leave it out")
-    return changed
+    return getattr(diffusers, cls).from_config(made.config, **options)
 
 
 def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
@@ -107,7 +103,7 @@ def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
     transformers.utils.logging.disable_progress_bar()
     with _errors_named(folder):
         parts = {name: _load(folder, name, one, dtype) for name, one in networks.items()}
-        if folder.replaced.scheduler_file or folder.replaced.scheduler:
+        if folder.replaced.has_scheduler:
             parts["scheduler"] = load_scheduler(folder)
         return getattr(diffusers, folder.family).from_pretrained(
             folder.path,
