@@ -17,10 +17,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.models import hub
 from batchgen.models.family import Conditioning
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.footprint import demand_of
 from batchgen.records import Image, Row
 from batchgen.weights import Model
 from tests import families, tiny
@@ -54,11 +56,12 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "sana-euler": {"sampler": "euler"},
     "aura": {"sampler": "euler", **WIDE},
     "hunyuan": {"sampler": "DDPMScheduler", **WIDE},
+    "kolors": {"sampler": "EulerDiscreteScheduler", **WIDE},
 }
 """What the rows of a family's batch have in common."""
 CAPTURED = (
     *("sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"),
-    *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+    *("pixart", "pixart-alpha", "sana", "aura", "hunyuan", "kolors"),
 )
 AT_FIRST_ON_THE_HOST = ("qwen", "z-image", "chroma")
 """The first two make their rotary table there in the first call, before any capture, and Chroma a tensor of which only
@@ -205,7 +208,8 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize(
-    "kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "aura", "hunyuan"]
+    "kind",
+    ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "aura", "hunyuan", "kolors"],
 )
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
@@ -221,7 +225,7 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     "kind",
     [
         *("sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"),
-        *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+        *("pixart", "pixart-alpha", "sana", "aura", "hunyuan", "kolors"),
     ],
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
@@ -229,7 +233,9 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
     assert known.steps == defaults["num_inference_steps"]
     assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
-    side = getattr(pipe, "default_sample_size", None) or getattr(pipe.transformer.config, "sample_size", None) or 128
+    side = (
+        getattr(pipe, "default_sample_size", None) or getattr(families.network(pipe).config, "sample_size", None) or 128
+    )
     assert known.width == known.height == side * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
     row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler=known.sampler, width=64, height=64)
@@ -250,6 +256,14 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
         assert lengths is not None
         template = (pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx)
         assert (lengths.template, lengths.skipped) == template
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sdxl", "sd3", "flux", "pixart", "aura", "hunyuan", "kolors"])
+def test_a_vae_is_planned_in_the_dtype_that_it_is_loaded_in(kind: str) -> None:
+    job = tiny.job(families.folder(kind), "model.dtype=float16")
+    engine = Engine(job)
+    planned = demand_of(find_model(job.model), engine.facts, job).vae
+    assert planned == sum(one.numel() * one.element_size() for one in engine.model.vae.parameters())
 
 
 def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None:

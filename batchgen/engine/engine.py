@@ -37,7 +37,7 @@ from batchgen.engine.tuning import Tuning
 from batchgen.errors import UsageError
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import aura, chroma, flux, flux2, hunyuan, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
+from batchgen.models import aura, chroma, flux, flux2, hunyuan, kolors, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "SanaPipeline": sana.load,
     "AuraFlowPipeline": aura.load,
     "HunyuanDiTPipeline": hunyuan.load,
+    "KolorsPipeline": kolors.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 

@@ -34,6 +34,7 @@ from batchgen.models.facts import Facts
 from batchgen.models.folder import BUILT_IN, facts_of, find_model
 from batchgen.models.loading import load_replaced
 from batchgen.models.lora_files import lora_sets
+from batchgen.models.packages import check_packages
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
@@ -157,8 +158,9 @@ def check_keys(job: Job) -> None:
 
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a checked folder: safetensors only, no code from the folder. Raises UsageError for weights that
-    cannot be read."""
+    cannot be read, or if a package is lacking."""
     without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
+    check_packages(folder)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     try:

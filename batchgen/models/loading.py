@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,21 +11,14 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers.pipelines import stable_diffusion
 from safetensors import SafetensorError
 
 from batchgen.errors import UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.models.packages import check_packages
 from batchgen.models.reading import read_json
 from batchgen.wording import first_line
-
-_LIBRARIES: Mapping[str, Any] = {
-    "diffusers": diffusers,
-    "transformers": transformers,
-    "stable_diffusion": stable_diffusion,
-}
-"""By the names that model_index.json has for them."""
 
 
 def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype) -> dict[str, Any]:
@@ -33,6 +27,7 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
 
     Raises UsageError for weights that cannot be read or that do not fill the network, or if a package is lacking.
     """
+    check_packages(folder)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     dtypes = dict.fromkeys(folder.components, dtype) | {"vae": vae_dtype}
@@ -66,10 +61,7 @@ def _errors_named(folder: ModelFolder) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UsageError(
-            f"model {folder.name!r} needs a package that is not installed: {first_line(error)}; for a tokenizer that "
-            "comes as a .model file: pip install sentencepiece protobuf"
-        ) from None
+        raise UsageError(f"model {folder.name!r} needs a package that is not installed: {first_line(error)}") from None
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
@@ -163,5 +155,5 @@ def _converted(folder: ModelFolder, others: dict[str, Any], dtypes: Mapping[str,
 
 
 def _class(component: Component) -> Any:
-    library = _LIBRARIES[component.library]
+    library = importlib.import_module(component.module)
     return next(getattr(library, one) for one in component.classes if hasattr(library, one))
