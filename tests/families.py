@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -19,6 +20,7 @@ from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 from tokenizers.pre_tokenizers import ByteLevel
 
+from batchgen import sharing
 from batchgen.engine.whole import open_model
 from batchgen.models import demo
 from batchgen.models.dit_facts import sana_instruction
@@ -596,6 +598,15 @@ def batches(kind: str, rows: Sequence[Row]) -> list[Batch]:
     for row, lengths in zip(rows, zip(prompts.tolist(), negatives.tolist(), strict=True), strict=True):
         found.setdefault(lengths, []).append(row)
     return [tiny.batch(some, known, lengths=lengths) for lengths, some in found.items()]
+
+
+def padded(kind: str, rows: Sequence[Row]) -> Batch:
+    """The rows in one batch, their texts padded to lengths that all share."""
+    known, apart = engine(kind).facts, [batch.group for batch in batches(kind, rows)]
+    longest = max(one.text_length for one in apart), max(one.negative_length or 0 for one in apart)
+    one = tiny.batch(rows, known, lengths=longest)
+    assert known.lengths is not None
+    return dataclasses.replace(one, group=sharing.padded(one.group, known.lengths.shared))
 
 
 @functools.cache

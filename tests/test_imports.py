@@ -57,8 +57,8 @@ LAYERS = [
     differences models.dit_facts models.lora_files
     options generator codec jobs.origins strengths encoders slurm.script memory models.layouts models.demo.autoencoder
     models.demo.denoiser models.flow parts expansion engine.compiling balance reporting.plots models.dit
-    models.pattern checks planner engine.devices writer engine.denoise making models.generic bench.building
-    models.demo.train models.varying engine.forecasts product models.replacing
+    models.pattern checks limits planner sharing engine.devices writer engine.denoise making models.generic
+    bench.building models.demo.train models.varying engine.forecasts product models.replacing
     identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
     engine.loras
     models.packages models.unet

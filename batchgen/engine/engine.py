@@ -188,7 +188,7 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
         encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
-        return self.model.conditioning(rows, is_guided, encoded)
+        return self.model.conditioning(rows, batch.group, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count, size and strength."""

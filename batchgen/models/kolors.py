@@ -18,7 +18,7 @@ from batchgen.models.loading import load_components, vae_dtype_of
 from batchgen.models.transfer import to_device
 from batchgen.models.unet import SizedUNetDiffusion, check_conditions
 from batchgen.models.unet_facts import KOLORS_LENGTH
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class Kolors(SizedUNetDiffusion):
@@ -54,9 +54,9 @@ class Kolors(SizedUNetDiffusion):
         # Copies: a slice would hold the memory of all the chunk's.
         return [(embedding.clone(), one.clone()) for embedding, one in zip(embeddings, pooled, strict=True)]
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: those of `_told`."""
-        return self._told(rows, is_guided, [encoded[text] for text in self.texts(rows, is_guided)])
+        return self._told(rows, group.is_guided, [encoded[text] for text in self.texts(rows, group.is_guided)])
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> Kolors:

@@ -18,7 +18,7 @@ from batchgen.models.family import Conditioning, Encoded
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components, vae_dtype_of
 from batchgen.models.unet import SizedUNetDiffusion, check_conditions
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class StableDiffusionXL(SizedUNetDiffusion):
@@ -53,12 +53,14 @@ class StableDiffusionXL(SizedUNetDiffusion):
         embeddings, pooled = torch.cat(hidden, dim=-1).to(self.dtype), output.text_embeds.to(self.dtype)
         return list(zip(embeddings, pooled, strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: those of `_told`."""
         positives = [encoded[row.prompt] for row in rows]
         zeros = tuple(torch.zeros_like(one) for one in positives[0])
-        texts = [self._negative(row) for row in rows] if is_guided else []
-        return self._told(rows, is_guided, [zeros if text is None else encoded[text] for text in texts] + positives)
+        texts = [self._negative(row) for row in rows] if group.is_guided else []
+        return self._told(
+            rows, group.is_guided, [zeros if text is None else encoded[text] for text in texts] + positives
+        )
 
     def _unscaled(self, latents: Tensor) -> Tensor:
         """As LatentDiffusion._unscaled, with the mean and deviation of each channel where the VAE tells them."""
