@@ -217,7 +217,7 @@ def test_a_step_touches_the_device_alone(kind: str) -> None:
     assert host.operations == []
 
 
-@pytest.mark.parametrize("mode", ["compiled", "regional+graph"])
+@pytest.mark.parametrize("mode", [pytest.param("compiled", marks=pytest.mark.slow), "regional+graph"])
 def test_compiled_steps(mode: str) -> None:
     engine, rows = families.engine("sd3", mode), mixed("sd3")
     latents = tiny.denoise(engine, rows)

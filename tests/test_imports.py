@@ -44,7 +44,7 @@ LAYERS = [
     line.split()
     for line in """
     errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace records infotext
-    jobs.files slots cores models.lengths models.hashes models.transfer names models.demo.vocabulary models.demo
+    jobs.files slots cores letters models.lengths models.hashes models.transfer names models.demo.vocabulary models.demo
     reporting.sample spill engine.graphs engine.norms stopping bench.workload bench.figures chunks
     slurm.programs doctor.findings fields filesystem owners gpus cost models.safety models.facts columns sources.base
     template models.demo.scenes models.demo.sprites models.demo.words models.signatures engine.attention engine.checking
