@@ -43,7 +43,8 @@ class Model(Table):
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """None: on a GPU float16, for FLUX, Sana and pipelines without a family bfloat16; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: that of the model, but float32 for a float16 SDXL or AuraFlow whose VAE asks for it (`force_upcast`)."""
+    """None: that of the model, but float32 for a float16 SDXL, Kolors or AuraFlow whose VAE asks for it
+    (`force_upcast`)."""
     vae: Given | None = None
     """Another VAE in the place of the model's: a folder or a hub id, of a VAE or of a whole model."""
     scheduler: Given | None = None

@@ -36,7 +36,7 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import aura, chroma, flux, flux2, hunyuan, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
+from batchgen.models import aura, chroma, flux, flux2, hunyuan, kolors, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
@@ -62,6 +62,7 @@ FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, t
     "SanaPipeline": sana.load,
     "AuraFlowPipeline": aura.load,
     "HunyuanDiTPipeline": hunyuan.load,
+    "KolorsPipeline": kolors.load,
 }
 """What loads a folder, by the pipeline class that it names."""
 
@@ -190,7 +191,7 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
         encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
-        return self.model.conditioning(rows, is_guided, encoded)
+        return self.model.conditioning(rows, batch.group, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count, size and strength."""

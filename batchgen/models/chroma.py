@@ -23,7 +23,7 @@ from batchgen.models.flow_facts import FLUX_T5_LENGTH
 from batchgen.models.flux import PATCH, places
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class NoGuidance(nn.Module):
@@ -65,14 +65,14 @@ class Chroma(FlowMatching):
         weights = torch.arange(ids.shape[1], device=self.device) <= mask.sum(1, keepdim=True)
         return list(zip(embeddings, weights.to(self.dtype), strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `weights` `[B or 2B, L]`."""
-        both = [encoded[text] for text in self.texts(rows, is_guided)]
+        both = [encoded[text] for text in self.texts(rows, group.is_guided)]
         inputs = {
             "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
             "weights": torch.stack([weights for _, weights in both]),
         }
-        return Conditioning(self._scales([row.guidance_scale for row in rows]), is_guided, inputs)
+        return Conditioning(self._scales([row.guidance_scale for row in rows]), group.is_guided, inputs)
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""

@@ -134,6 +134,7 @@ def aura_flow(configs: Mapping[str, Config], clip_length: int) -> Facts:
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         max_size=math.isqrt(network.get("pos_embed_max_size", 1024)) * multiple,
         prompt_tokens=AURA_LENGTH - 1,
+        upcasts_vae=True,
     )
 
 

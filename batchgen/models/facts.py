@@ -98,6 +98,9 @@ class Facts:
     """Where the text's length follows the prompt."""
     strength: float | None = None
     """The default of that column for a row with an init image; None where the family takes no init image."""
+    upcasts_vae: bool = False
+    """Whether the VAE of a float16 model is float32 where its configuration says that it overflows in float16
+    (`force_upcast`)."""
     makes_cut_step: bool = False
     """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
     reads: Callable[[str], str] = str

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models.safety import SafetyChecker
-from batchgen.records import Pixels, Row
+from batchgen.records import Group, Pixels, Row
 
 Encoded = tuple[Tensor, ...]
 """What the text encoders make of one text, without the batch dimension."""
@@ -108,7 +108,7 @@ class Family(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Run the text encoders on one chunk of texts."""
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """The batch's conditioning from its texts' encodings."""
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:

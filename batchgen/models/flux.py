@@ -22,7 +22,7 @@ from batchgen.models.flow import FlowMatching
 from batchgen.models.flow_facts import FLUX_T5_LENGTH
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 PATCH = 2
 """Latents along a side of each patch of the network's sequence."""
@@ -50,17 +50,17 @@ class Flux(FlowMatching):
         pooled = clip(tokens(self._pipeline.tokenizer, texts, self.device)[0]).pooler_output
         return list(zip(embeddings.to(self.dtype), pooled.to(self.dtype), strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `pooled_projections` `[B or 2B, P]`, and of a distilled
         network `guidance` `[B or 2B]`, each row's guidance scale."""
-        both = [encoded[text] for text in self.texts(rows, is_guided)]
+        both = [encoded[text] for text in self.texts(rows, group.is_guided)]
         inputs = {
             "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
             "pooled_projections": torch.stack([pooled for _, pooled in both]),
         }
         if self._pipeline.transformer.config.guidance_embeds:
-            inputs["guidance"] = doubled(self._scales([row.guidance_scale for row in rows]), is_guided)
-        return Conditioning(self._scales([row.true_cfg_scale or 1.0 for row in rows]), is_guided, inputs)
+            inputs["guidance"] = doubled(self._scales([row.guidance_scale for row in rows]), group.is_guided)
+        return Conditioning(self._scales([row.true_cfg_scale or 1.0 for row in rows]), group.is_guided, inputs)
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""

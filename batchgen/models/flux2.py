@@ -21,7 +21,7 @@ from batchgen.models.family import Conditioning, Encoded, Network, Schedule, dou
 from batchgen.models.flow_facts import FLUX2_LENGTH
 from batchgen.models.latent import LatentDiffusion, tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 _PATCH = 2
 """The VAE's latents along a side of one of the network's."""
@@ -59,11 +59,11 @@ class Flux2Klein(LatentDiffusion):
         embeddings = torch.cat([output.hidden_states[layer] for layer in _LAYERS], dim=-1).to(self.dtype)
         return [(embedding,) for embedding in embeddings]
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, 3 D]`."""
-        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, is_guided)])
+        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, group.is_guided)])
         scales = self._scales([row.guidance_scale for row in rows])
-        return Conditioning(scales, is_guided, {"encoder_hidden_states": embeddings})
+        return Conditioning(scales, group.is_guided, {"encoder_hidden_states": embeddings})
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""

@@ -20,6 +20,16 @@ class Component:
     """The weights' file name without variant and ending; None where there are none."""
     is_optional: bool = False
     """Whether a folder may be without it, which model_index.json then says."""
+    vocabulary: str | None = None
+    """The only file that a tokenizer reads its vocabulary from; None where that may be one of several kinds."""
+
+    @property
+    def module(self) -> str:
+        """Where Python has its classes: a library, or a part of diffusers that belongs to one pipeline."""
+        if self.library in ("diffusers", "transformers"):
+            return self.library
+        part = f"diffusers.pipelines.{self.library}"
+        return f"{part}.tokenizer" if self.is_tokenizer else part
 
     @property
     def is_tokenizer(self) -> bool:
@@ -144,6 +154,11 @@ _COMPONENTS_HUNYUAN: Mapping[str, Component] = {
     "tokenizer_2": replace(_COMPONENTS_FLUX["tokenizer_2"], classes=(*_TOKENIZER_T5.classes, "MT5Tokenizer")),
     "scheduler": _COMPONENTS["scheduler"],
 }
+_COMPONENTS_KOLORS: Mapping[str, Component] = {
+    **{name: _COMPONENTS[name] for name in ("unet", "vae", "scheduler")},
+    "text_encoder": Component("kolors", ("ChatGLMModel",), weights="model"),
+    "tokenizer": Component("kolors", ("ChatGLMTokenizer",), "tokenizer_config.json", vocabulary="tokenizer.model"),
+}
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
     # The one that resizes by Pillow first: by torchvision, where that is installed, other pixels would come out.
@@ -200,5 +215,6 @@ FAMILIES: Mapping[str, Layout] = {
     "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
     "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
     "HunyuanDiTPipeline": Layout(_COMPONENTS_HUNYUAN, dit_facts.hunyuan_dit, "transformer"),
+    "KolorsPipeline": Layout(_COMPONENTS_KOLORS, unet_facts.kolors),
 }
 """By the pipeline class that model_index.json names."""

@@ -1,7 +1,7 @@
 """The Qwen-Image family (Qwen team 2025), a `batchgen.models.family.Family`.
 
 Each function does what diffusers' QwenImagePipeline does at that point, for a batch whose rows differ in prompt, seed,
-guidance and timestep. Texts are not padded: rows of a batch share their length.
+guidance and timestep. Rows of a batch share the length of their texts, or have them padded to one and looked past.
 """
 
 from __future__ import annotations
@@ -11,28 +11,58 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import QwenImagePipeline
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+)
 from torch import Tensor
 
 from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Network, Schedule
 from batchgen.models.flow_facts import QWEN_LENGTHS
 from batchgen.models.loading import load_components
-from batchgen.models.varying import NEGATIVE, PROMPT, VaryingText
+from batchgen.models.varying import MASK, NEGATIVE, PROMPT, VaryingText
 
 _PATCH = 2
 """Latents along a side of each patch of the network's sequence."""
+
+
+class LookingPast:
+    """diffusers' attention of this network, told here which tokens of texts are none: the network, if told that, would
+    copy a number to the device at every step, and nothing can be copied while steps are captured."""
+
+    def __init__(self) -> None:
+        self._own = QwenDoubleStreamAttnProcessor2_0()
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        is_text: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The images' tokens `[B, N, C]` and the texts' `[B, L, C]`, of which `is_text` `[B, L]`, if any are none."""
+        made: tuple[Tensor, Tensor] = self._own(
+            attn, hidden_states, encoder_hidden_states, is_text, image_rotary_emb=image_rotary_emb
+        )
+        return made
 
 
 class QwenImage(VaryingText):
     """A loaded pipeline on one device."""
 
     lengths = QWEN_LENGTHS
+    looks_past = True
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         blocks = (QwenImageTransformerBlock,)
         super().__init__(pipeline, pipeline.transformer, (pipeline.text_encoder,), device, blocks)
         self.tokenizer.padding_side = "right"
+        for block in pipeline.transformer.transformer_blocks:
+            block.attn.set_processor(LookingPast())
         self.channels = pipeline.transformer.config.in_channels // _PATCH**2
         config = pipeline.vae.config
         self._mean, self._std = (
@@ -59,11 +89,13 @@ class QwenImage(VaryingText):
         shapes = [[(1, size[2] // _PATCH, size[3] // _PATCH)]] * size[0]
 
         def told(text: str) -> Tensor:
+            is_text = inputs.get(text + MASK)
             predicted: Tensor = network(
                 hidden_states=patches,
                 timestep=timesteps.to(latents.dtype) / 1000,
                 encoder_hidden_states=inputs[text],
                 img_shapes=shapes,
+                attention_kwargs=None if is_text is None else {"is_text": is_text},
                 return_dict=False,
             )[0]
             return predicted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from batchgen.errors import UsageError
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lengths import Ints
+from batchgen.models.packages import check_packages
 from batchgen.weights import Model
 
 LengthsOf = Callable[[pa.Array], Ints]
@@ -28,19 +30,20 @@ class TokenCount:
 
 
 def load_tokenizer(model: Model) -> Any | None:
-    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does, and for one
-    whose tokens cannot be counted."""
+    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does, for one whose
+    tokens cannot be counted, and where a package is lacking but transformers itself, which is an ImportError."""
     if model.path == "pattern":
         return None
-    import transformers
-
     folder, name = find_model(model), facts_of(model).tokenizer
     if folder.is_generic:
         raise UsageError(
             f"how many tokens model {model.path!r} reads is known to its pipeline {folder.family} alone, so that none "
             "can be counted; take --on-truncate warn"
         )
-    return getattr(transformers, folder.components[name].classes[0]).from_pretrained(folder.path / name)
+    check_packages(folder)
+    component = folder.components[name]
+    library = importlib.import_module(component.module)
+    return getattr(library, component.classes[0]).from_pretrained(folder.path / name)
 
 
 def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts) -> list[TokenCount]:

@@ -68,6 +68,7 @@ class ZImage(VaryingText):
     """A loaded pipeline on one device. Its latents stay in float32."""
 
     lengths = Z_LENGTHS
+    looks_past = False
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         blocks = (ZImageTransformerBlock,)
