@@ -58,13 +58,17 @@ class Account:
 
 
 def seats_of(gpus: str | None, workers: int | None, job: Job) -> tuple[Seat, ...]:
-    """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, and for
-    GPUs that are not there."""
+    """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, for GPUs
+    that are not there, and for less than one worker."""
     if gpus is not None and workers is not None:
         raise UsageError("--gpus starts a worker for each GPU, --workers so many on one device; leave one out")
     if gpus is not None:
         return gpu_seats(choose_gpus(gpus, visible_gpus()), job)
-    return worker_seats(workers or 0)
+    if workers is None:
+        return ()
+    if workers < 1:
+        raise UsageError(f"--workers {workers} is not usable: it takes a number from 1; leave it out for one process")
+    return worker_seats(workers)
 
 
 def gpu_seats(gpus: tuple[str, ...], job: Job) -> tuple[Seat, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from batchgen.errors import RowError
 from batchgen.filesystem import lost
@@ -30,12 +30,16 @@ MAX_PIXELS = 2**26
 """Of an init image."""
 READERS = 8
 """Threads: reading waits for the disk, and Pillow decodes and resizes without the interpreter."""
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-"""What Pillow warns of has more than MAX_PIXELS, and is refused."""
+warnings.filterwarnings("ignore", module=r"PIL\.")
+"""Pillow warns of metadata that it cannot read, and of pictures of more than MAX_PIXELS, which are refused."""
 _WIDE = ("I", "F")
 """Pillow's modes of more than 8 bits a channel begin so; turned into RGB they would be cut, not scaled."""
 _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
+_TURNING = frozenset((b"eXIf", b"iTXt", b"tEXt", b"zTXt"))
+"""Chunks of a PNG that may hold one: EXIF, XMP, or EXIF as text."""
+_PNG_SIGNATURE = 8
+"""Bytes before the first chunk."""
 
 
 class BadInitImage(RowError):
@@ -151,13 +155,29 @@ def _named_faults() -> Iterator[None]:
 
 
 def _size(file: io.BufferedReader | io.BytesIO) -> tuple[int, int]:
-    """Width and height, upright, by the header."""
+    """Width and height, upright, by the header where that tells."""
     with Image.open(file, formats=FORMATS) as image:
         _check_kind(image)
-        # Of a PNG without it in front of the pixels, Pillow would decode them to find it behind.
-        has_exif = image.format != "PNG" or "exif" in image.info
-        turned = has_exif and image.getexif().get(ExifTags.Base.Orientation) in _TURNED
-        return image.size[::-1] if turned else image.size
+        size = image.size
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            # Pillow has turned its size already, or has not, by its version.
+            size = image.tag_v2[TiffImagePlugin.IMAGEWIDTH], image.tag_v2[TiffImagePlugin.IMAGELENGTH]
+        # A PNG's own method decodes all pixels to see what is behind them.
+        exif = Image.Image.getexif(image) if image.format == "PNG" and not _goes_on(file) else image.getexif()
+        return size[::-1] if exif.get(ExifTags.Base.Orientation) in _TURNED else size
+
+
+def _goes_on(file: io.BufferedReader | io.BytesIO) -> bool:
+    """Whether a PNG has chunks behind its pixels that may say how it is turned. A chunk is its length, its name, so
+    many bytes and four more (PNG specification, 5.3)."""
+    before, names = file.tell(), list[bytes]()
+    file.seek(_PNG_SIGNATURE)
+    while len(head := file.read(8)) == 8:
+        names.append(head[4:])
+        file.seek(int.from_bytes(head[:4]) + 4, io.SEEK_CUR)
+    file.seek(before)
+    behind = names[names.index(b"IDAT") :] if b"IDAT" in names else []
+    return not _TURNING.isdisjoint(behind)
 
 
 def _check_kind(image: Image.Image) -> None:

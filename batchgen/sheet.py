@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageOps
@@ -95,11 +96,16 @@ def contact_sheet(
     for number, (pixels, prompt) in enumerate(pictures):
         x, y = (_GAP + place * size for place, size in zip((number % columns, number // columns), _CELL, strict=True))
         y += top
-        picture = ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
+        picture = _small(pixels)
         sheet.paste(picture, (x + (_PICTURE - picture.width) // 2, y + _PICTURE - picture.height))
         for number, line in enumerate(letters.wrapped(prompt, _PICTURE, _NUM_LINES)):
             letters.draw(draw, (x, y + _PICTURE + 2 + number * _LINE), line)
     return sheet
+
+
+def _small(pixels: Pixels) -> Image.Image:
+    """A picture in the size of the sheet's; one that has it stays as it is."""
+    return ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
 
 
 def _shown(run: RunDirectory, num_rows: int, selected: Selection) -> list[Shown]:
@@ -132,7 +138,8 @@ def _place(file_name: str, prompt: str) -> Shown:
 
 
 def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]:
-    """Their pixels and prompts, in their order; every part is read once, as far as it is needed."""
+    """Their pixels, made small one by one, and prompts, in their order; every part is read once, as far as it is
+    needed."""
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for one in shown:
         wanted[one.part].add(one.member)
@@ -140,7 +147,7 @@ def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]
     for part, members in wanted.items():
         left = set(members)
         for name, data in part_reader(run.path / part, members):
-            found[part, name] = decode(data)
+            found[part, name] = np.asarray(_small(decode(data)))
             left.discard(name)
             if not left:
                 break

@@ -24,7 +24,6 @@ class Strengths:
     """NaN where the row has no init image."""
     skipped: npt.NDArray[np.int64]
     """Steps that the init image stands for; -1 where the row has none."""
-    default: float
     broken: Mapping[str, Bools]
     """The rows that break each rule."""
 
@@ -36,11 +35,10 @@ def strengths(column: pa.Array, has_image: Bools, steps: npt.NDArray[np.int64], 
     default = (facts.strength or 0.0) if told is None else told
     asked = np.where(parsed.given, parsed.values, default)
     is_bad = has_image & parsed.given & (parsed.is_bad | ~((asked > 0) & (asked <= 1)))
-    skipped = facts.skipped(steps, np.where(is_bad, 1.0, asked))
+    skipped = facts.skipped(steps, np.where(has_image & ~is_bad, asked, 1.0))
     return Strengths(
         values=np.where(has_image, asked, np.nan),
         skipped=np.where(has_image, skipped, -1),
-        default=default,
         broken={
             "has no effect without an image" if facts.takes_image else NO_IMAGE: parsed.given & ~has_image,
             "must be a number above 0 and at most 1": is_bad,

@@ -56,6 +56,10 @@ def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(runs.check_images(tmp_path / "m-out")) == 3
     with pytest.raises(UsageError, match="leave one out"):
         batchgen.run(source, "m-out", job, gpus=2, workers=2)
+    for others, said in (({"workers": 0}, "--workers 0 is not usable"), ({"gpus": 0}, "it names no GPU")):
+        monkeypatch.setattr("batchgen.launcher.visible_gpus", lambda: ("0",))
+        with pytest.raises(UsageError, match=said):
+            batchgen.run(source, "m-out", job, **others)
     assert capsys.readouterr().out == ""
 
 

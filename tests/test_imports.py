@@ -60,9 +60,8 @@ LAYERS = [
     models.pattern checks limits planner sharing engine.devices writer engine.denoise making models.generic
     bench.building models.demo.train models.varying engine.forecasts product models.replacing
     identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
-    engine.loras
-    models.packages models.unet
-    engine.decode engine.steps models.loading models.completeness models.footprint
+    models.unchanged models.packages models.unet
+    engine.loras models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
     models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana models.kolors
     models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching

@@ -18,6 +18,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import ExifTags
 from PIL import Image as Picture
+from PIL.PngImagePlugin import PngInfo
 
 from batchgen import init_images, pictures
 from batchgen.checks import Rules
@@ -44,6 +45,27 @@ def turned() -> Picture.Exif:
     exif = Picture.Exif()
     exif[ExifTags.Base.Orientation] = 6
     return exif
+
+
+TURNED = '<rdf:Description tiff:Orientation="6"/>'
+"""The same as XMP."""
+
+
+def told(text: str = TURNED) -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", text)
+    return info
+
+
+def behind(content: bytes, kind: bytes) -> bytes:
+    """A PNG whose chunk of a kind is the last but one, behind the pixels, where some programs write it."""
+    signature, at, chunks = content[:8], 8, list[bytes]()
+    while at < len(content):
+        end = at + 12 + int.from_bytes(content[at : at + 4])
+        chunks.append(content[at:end])
+        at = end
+    chunks.sort(key=lambda one: (one[4:8] == b"IEND", one[4:8] == kind))
+    return signature + b"".join(chunks)
 
 
 PATHS = ("pictures/a.png", "pictures/b.jpg", "pictures/c.webp", None)
@@ -198,8 +220,10 @@ def test_bytes_and_types_that_are_no_pictures(folder: Path) -> None:
         (PATHS[0], float("nan"), "must be a number above 0 and at most 1"),
         (PATHS[0], 0.04, "leaves none of the row's steps to make: give it more steps, or a greater strength"),
         (None, 0.5, "has no effect without an image"),
+        (None, float("nan"), "has no effect without an image"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_strengths(folder: Path, image: str | None, strength: float, rule: str) -> None:
     """20 steps leave one at 0.05."""
     column = pa.array([image, PATHS[0]])
@@ -305,6 +329,13 @@ def test_pictures_that_rows_share_are_packed_once(tmp_path: Path, folder: Path) 
         encoded(80, 56, 7, "GIF"),
         encoded(64, 64, 8, "WEBP", exif=turned()),
         encoded(80, 56, 9, "PNG", "LA", exif=turned()),
+        encoded(80, 56, 10, "TIFF", exif=turned()),
+        encoded(80, 56, 10, "TIFF", tiffinfo={ExifTags.Base.Orientation: 6}),
+        behind(encoded(80, 56, 11, exif=turned()), b"eXIf"),
+        encoded(80, 56, 12, pnginfo=told()),
+        behind(encoded(80, 56, 13, pnginfo=told()), b"iTXt"),
+        behind(encoded(80, 56, 14, pnginfo=told("a title")), b"iTXt"),
+        encoded(80, 56, 15, "JPEG", xmp=TURNED.encode()),
     ],
 )
 def test_pixels_are_those_of_diffusers(tmp_path: Path, content: bytes) -> None:
@@ -354,3 +385,15 @@ def test_paths_of_a_table_are_whole_where_its_manifest_lies_elsewhere(tmp_path: 
     for place in (folder / "beside.parquet", tmp_path / "other/m.parquet"):
         assert runs.run(place, tmp_path / place.stem).code == 0
     assert runs.pixels(tmp_path / "beside") == runs.pixels(tmp_path / "m")
+
+
+def test_a_path_leads_where_the_disk_says(tmp_path: Path, folder: Path) -> None:
+    """`..` behind a link is the folder above its target, not the one that holds the link."""
+    (folder / "elsewhere" / "deep").mkdir(parents=True)
+    (folder / "elsewhere" / "a.png").write_bytes(encoded(72, 64))
+    (folder / "a.png").write_bytes(encoded(64, 64))
+    (folder / "link").symlink_to("elsewhere/deep")
+    source = runs.manifest(folder / "m.parquet", {"prompt": ["a"], "image": ["link/../a.png"]})
+    assert runs.run(source, tmp_path / "out").code == 0
+    (line,) = runs.check_images(tmp_path / "out")
+    assert (line["width"], line["height"]) == (72, 64)

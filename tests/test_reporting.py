@@ -37,6 +37,7 @@ from batchgen.rundir import RunDirectory
 from batchgen.slots import sealed
 from tests import plans, runs
 from tests.pages import HOSTILE, ReadPage
+from tests.test_init_images import encoded
 
 SMALL_SHARDS = ("--set", "plan.shard_images=2", "--set", "plan.max_batch=2")
 FAULTS = ("--set", "model.variant=faults")
@@ -296,6 +297,8 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
         "width": [64 if n % 3 else 128 for n in range(90)],
         "steps": [5 + n * 7 % 30 for n in range(90)],
         "sampler": ["heun" if n % 5 == 0 else "ddim" for n in range(90)],
+        "image": [encoded(64, 64) if n % 4 == 0 else None for n in range(90)],
+        "strength": [0.2 + n % 8 / 10 if n % 4 == 0 else None for n in range(90)],
     }
     overrides = ("plan.batch_sizes=[4, 16]", "plan.shard_images=13")
     cut = plans.planned(tmp_path, columns, overrides=overrides).draft.cut
@@ -305,7 +308,7 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
         frozen.index,
         PlanReader(run.plans, frozen.index),
         Ledger(run.root, run.files),
-        lambda sampler, steps: facts.PATTERN.sampler_facts(sampler).evaluations(steps),
+        facts.PATTERN.evaluations,
     )
     assert sum(one.batches for one in counts.buckets.values()) == len(cut.batch_size)
     assert sum(one.padded for one in counts.buckets.values()) == int(cut.batch_padding.sum()) > 0

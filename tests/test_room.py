@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.memory import CARDS, Demand, Room
+from batchgen.models import footprint
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.footprint import demand_of
 from batchgen.models.layouts import FAMILIES
@@ -125,6 +127,25 @@ def test_flux_on_common_cards(tmp_path: Path) -> None:
     )
 
 
+TRANSFORMERS = (
+    *("sd3", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_the_estimate_of_a_transformer_is_of_its_patches_and_its_weights_as_loaded(kind: str) -> None:
+    """A part of some text encoders stays in float32. Files hold buffers too, such as the places of SD3."""
+    folder = families.folder(kind)
+    needs, known = demand(folder, "model.dtype=float16"), facts_of(of(folder).model)
+    network = find_model(of(folder).model).config("transformer")
+    width = network.get("dim") or network["num_attention_heads"] * network["attention_head_dim"]
+    assert needs.row_pixel == 2 * footprint._SEQUENCE * width / known.size_multiple**2
+    model = Engine(tiny.job(folder, "model.dtype=float16")).model
+    for wanted, networks in ((needs.network, [model.network]), (needs.encoders, model.encoders)):
+        loaded = sum(one.numel() * one.element_size() for part in networks for one in part.parameters())
+        assert loaded <= wanted <= 1.2 * loaded
+
+
 def needing(**values: Any) -> Demand:
     plain = {"network": 10e9, "vae": 1e9, "encoders": 6e9, "row_pixel": 500.0, "row": 0.0, "decoded_pixel": 2000.0,
              "encoding": 0.0, "tile": 512**2, "dtype": "float16"}  # fmt: skip
@@ -181,7 +202,7 @@ def test_a_plan_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "fits into 24 GB, 48 GB, 80 GB" in plain.out
 
 
-@pytest.mark.parametrize("text", ["", "24", "GB", "0GB", "-1GB", "24 apples"])
+@pytest.mark.parametrize("text", ["", "24", "GB", "0GB", "-1GB", "24 apples", "9" * 400 + "GB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="a size is a number and a unit" if text else "engine.max_memory"):
         of("demo", f"engine.max_memory={json.dumps(text)}")
@@ -233,6 +254,17 @@ def test_where_encoders_lie_changes_no_pixel(model: str, kind: str, monkeypatch:
         if kind == "load":
             assert sum(one.numel() for encoder in other.model.encoders for one in encoder.parameters()) == 0
     assert len(read) == (len(shards) if kind == "load" else 0)
+
+
+def test_encoders_that_are_others_when_they_are_read_again(tmp_path: Path) -> None:
+    """The rows that are left would be made by other weights than the run was planned with."""
+    folder = tiny.save(tmp_path / "model")
+    made = Engine(tiny.job(folder, "engine.text_encoder=load"))
+    pixels(made, [tiny.row(steps=1)])
+    weights = folder / "text_encoder" / "model.safetensors"
+    shutil.copy(tiny.save(tmp_path / "other", seed=2) / "text_encoder" / "model.safetensors", weights)
+    with pytest.raises(UsageError, match=f"{weights} was written anew or replaced while the run was at work"):
+        pixels(made, [tiny.row(steps=1, prompt="another")])
 
 
 def test_encoders_of_a_single_file_are_not_read_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_the_first_rows_of_a_run_in_manifest_order(tmp_path: Path, kind: str) ->
         assert np.array_equal(np.asarray(made), np.asarray(contact_sheet(wanted)))
     assert runs.batchgen("sheet", out).out == f"6 pictures in {out / 'sheet.png'}\n"
     assert runs.batchgen("verify", out).code == 0
+
+
+def test_memory_is_for_pictures_as_small_as_the_sheets(tmp_path: Path) -> None:
+    """Whatever those of the run are: 16 of 1024x1024 would take 50 MB."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 16), tmp_path / "out"
+    sizes = ("--set", "sampling.width=1024", "--set", "sampling.height=1024", "--format", "webdataset")
+    assert runs.run(source, out, *sizes).code == 0
+    tracemalloc.start()
+    try:
+        assert runs.batchgen("sheet", out).code == 0
+        assert tracemalloc.get_traced_memory()[1] < 25_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

@@ -34,13 +34,13 @@ from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
-from batchgen.errors import UsageError
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
 from batchgen.models import aura, chroma, flux, flux2, hunyuan, kolors, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
+from batchgen.models.fitting import check_keys
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lora_files import lora_sets
 from batchgen.models.tokens import TokenCount, count_tokens
@@ -78,6 +78,9 @@ class Engine:
         folder = _folder(job)
         self.model = _load(job, self.facts, self.device, folder)
         self.samplers = Samplers(self.model.scheduler, self.facts)
+        if folder.replaced.has_scheduler:
+            schedule = self.model.schedule(self.facts.min_size, self.facts.min_size, self.facts.steps)
+            self.samplers.check_own(folder.replaced.scheduler, schedule)
         self._meter = Meter(self.device)
         self.versions: Mapping[str, str] = versions_of(self.device, self.model.dtype)
         self._compiler = Compiler(self.model)
@@ -320,22 +323,11 @@ def _outcome(
 
 
 def _folder(job: Job) -> ModelFolder:
-    """The job's model folder. Raises UsageError as `find_model`, and where text encoders are to be read again and again
-    that must be converted each time."""
+    """The job's model folder. Raises UsageError as `find_model` and `check_keys`."""
     folder = find_model(job.model, has_checker=job.engine.safety_checker)
-    if job.engine.text_encoder != "load":
-        return folder
-    if job.model.loras:
-        raise UsageError(
-            'engine.text_encoder = "load" reads text encoders anew for each shard, and model.loras may change them; '
-            'take "offload"'
-        )
-    if folder.in_checkpoint & set(folder.encoders):
-        raise UsageError(
-            f'engine.text_encoder = "load" reads text encoders from a folder, and {folder.checkpoint} is a single file '
-            'that holds them; take "offload"'
-        )
-    return replace(folder, deferred=frozenset(folder.encoders))
+    check_keys(job, folder)
+    is_deferred = job.engine.text_encoder == "load"
+    return replace(folder, deferred=frozenset(folder.encoders)) if is_deferred else folder
 
 
 def _load(job: Job, facts: Facts, device: torch.device, folder: ModelFolder) -> Family:

@@ -136,6 +136,11 @@ class Facts:
         """`skipped` of one row; None without an init image."""
         return None if row.init is None else int(self.skipped(row.steps, row.strength))
 
+    def evaluations(self, sampler: str, steps: int, strength: float | None) -> int:
+        """Model evaluations of a row with one of `samplers`; its strength is None without an init image."""
+        skipped = 0 if strength is None else int(self.skipped(steps, strength))
+        return self.samplers[sampler].evaluations_after(steps, skipped)
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that change an image."""

@@ -13,6 +13,7 @@ from batchgen.memory import Demand
 from batchgen.models.checkpoints import tensors_of
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Config, Facts
+from batchgen.models.generic import vae_scale
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _DECODED = 8.25
@@ -28,6 +29,10 @@ _UNKNOWN = 600.0
 """Bytes a pixel in half precision, of a network whose configuration says neither."""
 _TEXTS = 32
 """Encoded at once on a GPU."""
+_TILE = 512
+"""Pixels along a side of a decoder's tile, where its configuration does not say."""
+_WITH_FLOAT32 = ("T5EncoderModel", "UMT5EncoderModel")
+"""Text encoders of which transformers keeps a part in float32 where the rest is in float16."""
 
 
 def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
@@ -42,19 +47,19 @@ def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
     }
     network, vae = weights.pop(folder.layout.network, 0), weights.pop("vae", 0)
     configs = folder.configs
-    scale = max(1, 2 ** (len(configs.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1))
-    token_pixels, token = _token(configs.get(folder.layout.network, {}), configs.get("vae", {}), scale)
+    vae_config = configs.get("vae", {})
+    scale = vae_scale(vae_config)
+    token_pixels, token = _token(configs.get(folder.layout.network, {}), vae_config, scale)
     value = _BYTES[dtype]
-    side = scale * 64 if not configs.get("vae", {}).get("sample_size") else configs["vae"]["sample_size"]
     return Demand(
         network=network,
         vae=vae,
         encoders=sum(weights.values()),
         row_pixel=value * token / token_pixels,
         row=value * token * (facts.text_length or 0) if token_pixels > scale**2 else 0.0,
-        decoded_pixel=_BYTES[vae_dtype] * _DECODED * _width(configs.get("vae", {})),
+        decoded_pixel=_BYTES[vae_dtype] * _DECODED * _width(vae_config),
         encoding=sum(_encoding(configs[name], facts, value) for name in weights if name in configs),
-        tile=side**2,
+        tile=(vae_config.get("sample_size") or _TILE) ** 2,
         dtype=dtype,
     )
 
@@ -65,10 +70,9 @@ def _vae_dtype(folder: ModelFolder, facts: Facts, dtype: str) -> str:
 
 
 def _weights_bytes(folder: ModelFolder, component: str, dtype: str) -> int:
-    """transformers keeps a part of T5 in float32 where the rest is in float16."""
-    is_t5 = dtype == "float16" and folder.components[component].classes[0] == "T5EncoderModel"
+    is_mixed = dtype == "float16" and folder.components[component].classes[0] in _WITH_FLOAT32
     return sum(
-        number * (4 if is_t5 and name == "wo" else _BYTES[dtype])
+        number * (4 if is_mixed and name == "wo" else _BYTES[dtype])
         for name, number in _parameters(folder)[component].items()
     )
 
@@ -103,7 +107,7 @@ def _token(network: Config, vae: Config, scale: int) -> tuple[int, float]:
         return scale**2, _UNET * network["block_out_channels"][0]
     width = network.get("num_attention_heads", 0) * network.get("attention_head_dim", 0)
     width = width or network.get("hidden_size") or network.get("dim") or 0
-    patch = network.get("patch_size", 1)
+    patch = network.get("patch_size") or network.get("all_patch_size", (1,))[0]
     if not (width and isinstance(patch, int)):
         return 1, _UNKNOWN / 2
     is_packed = network.get("in_channels") == 4 * vae.get("latent_channels", 0)

@@ -95,7 +95,8 @@ _COMPONENTS_FLUX: Mapping[str, Component] = {
 _COMPONENTS_FLUX2: Mapping[str, Component] = {
     "transformer": Component("diffusers", ("Flux2Transformer2DModel",), weights="diffusion_pytorch_model"),
     "vae": Component("diffusers", ("AutoencoderKLFlux2",), weights="diffusion_pytorch_model"),
-    "text_encoder": Component("transformers", ("Qwen3ForCausalLM",), weights="model"),
+    # Loaded without the layer that makes words of hidden states, which would take gigabytes.
+    "text_encoder": Component("transformers", ("Qwen3Model", "Qwen3ForCausalLM"), weights="model"),
     "tokenizer": Component("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast"), "tokenizer_config.json"),
     "scheduler": _COMPONENTS_3["scheduler"],
 }
@@ -109,7 +110,7 @@ _COMPONENTS_QWEN: Mapping[str, Component] = {
 _COMPONENTS_Z: Mapping[str, Component] = {
     "transformer": Component("diffusers", ("ZImageTransformer2DModel",), weights="diffusion_pytorch_model"),
     "vae": _COMPONENTS["vae"],
-    "text_encoder": Component("transformers", ("Qwen3Model", "Qwen3ForCausalLM"), weights="model"),
+    "text_encoder": _COMPONENTS_FLUX2["text_encoder"],
     "tokenizer": _COMPONENTS_FLUX2["tokenizer"],
     "scheduler": _COMPONENTS_3["scheduler"],
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from safetensors import SafetensorError
 
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
 from batchgen.models.packages import check_packages
@@ -62,7 +60,9 @@ def _errors_named(folder: ModelFolder) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UsageError(f"model {folder.name!r} needs a package that is not installed: {first_line(error)}") from None
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except BatchgenError:
+        raise
+    except Exception as error:  # The libraries raise what they like over files that are not as they should be.
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
 
@@ -82,21 +82,31 @@ def load_scheduler(folder: ModelFolder) -> Any:
     if not options:
         return made
     cls = options.pop("_class_name", own["_class_name"])
-    changed = getattr(diffusers, cls).from_config(made.config, **options)
-    idle = [name for name in options if name not in inspect.signature(type(changed).__init__).parameters]
-    if idle:
-        raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {', '.join(idle)}; leave it out")
-    return changed
+    return getattr(diffusers, cls).from_config(made.config, **options)
 
 
-def load_replaced(folder: ModelFolder, dtype: torch.dtype) -> dict[str, Any]:
-    """The components that the job puts in the place of the folder's own. Raises UsageError as `load_components`."""
-    found: dict[str, Any] = {}
-    if folder.replaced.vae is not None:
-        found["vae"] = _load(folder, "vae", folder.components["vae"], dtype)
-    if folder.replaced.scheduler_file or folder.replaced.scheduler:
-        found["scheduler"] = load_scheduler(folder)
-    return found
+def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The pipeline of a checked folder by its own loader, which is given the networks and what the job puts in the
+    place of the folder's own: that loader draws weights that are missing. Raises UsageError as `load_components`."""
+    libraries = ("diffusers", "transformers")
+    networks = {name: one for name, one in folder.components.items() if one.weights and one.library in libraries}
+    without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
+    check_packages(folder)
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    with _errors_named(folder):
+        parts = {name: _load(folder, name, one, dtype) for name, one in networks.items()}
+        if folder.replaced.has_scheduler:
+            parts["scheduler"] = load_scheduler(folder)
+        return getattr(diffusers, folder.family).from_pretrained(
+            folder.path,
+            torch_dtype=dtype,
+            variant=folder.variant,
+            use_safetensors=True,
+            local_files_only=True,
+            **without,
+            **parts,
+        )
 
 
 def _load(folder: ModelFolder, name: str, component: Component, dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.models import hashes
+from batchgen.models.reading import absolute
 from batchgen.weights import LoraFile, Model
 from batchgen.wording import first_line, listed
 
@@ -57,21 +58,33 @@ def fetch(model: Model) -> Iterator[Path]:
 
 def _absolute(file: LoraFile) -> LoraFile:
     path = Path(file.path).expanduser()
-    return file.model_copy(update={"path": str(path.resolve())}) if path.exists() else file
+    return file.model_copy(update={"path": str(absolute(path))}) if path.exists() else file
 
 
 def _found(name: str, file: LoraFile) -> Path:
     place = Path(file.path).expanduser()
     if place.is_file():
-        return place.resolve()
-    if not place.is_dir():
+        _refuse_idle(name, file, "weight_name", "revision")
+        return absolute(place)
+    if place.is_dir():
+        _refuse_idle(name, file, "revision")
+    else:
         place = _cached(name, file)
     if file.weight_name is not None:
-        return place.resolve() / file.weight_name
+        return absolute(place) / file.weight_name
     files = sorted(place.glob(_LIKE))
     if len(files) != 1:
         raise UsageError(_which(name, file, [one.name for one in files]))
     return files[0].absolute()
+
+
+def _refuse_idle(name: str, file: LoraFile, *keys: str) -> None:
+    for key in (one for one in keys if getattr(file, one) is not None):
+        is_what = "a folder here, which has no revisions" if Path(file.path).expanduser().is_dir() else "a file here"
+        raise UsageError(
+            f"model.loras: set {name!r}: {key} = {getattr(file, key)!r} has no effect, since {file.path} is {is_what}; "
+            "leave it out"
+        )
 
 
 def _which(name: str, file: LoraFile, names: list[str]) -> str:

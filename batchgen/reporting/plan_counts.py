@@ -13,9 +13,9 @@ from batchgen.ledger import Ledger, Receipt
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
 
-_COLUMNS = ("group", "batch", "batch_size", "sampler", "steps")
-Evaluations = Callable[[str, int], int]
-"""Model evaluations by sampler and step count."""
+_COLUMNS = ("group", "batch", "batch_size", "sampler", "steps", "strength")
+Evaluations = Callable[[str, int, float | None], int]
+"""Model evaluations by sampler, step count and, of a row with an init image, strength; 0 where they are not known."""
 
 
 @dataclass(slots=True)
@@ -147,6 +147,6 @@ def _evaluations_of(table: pa.Table, evaluations: Evaluations | None) -> npt.NDA
     """Of each row, 0 where they are not known."""
     if evaluations is None:
         return np.zeros(len(table), np.int64)
-    samplers, steps = table["sampler"].to_pylist(), table["steps"].to_pylist()
-    known = {pair: evaluations(*pair) for pair in set(zip(samplers, steps, strict=True))}
-    return np.array([known[pair] for pair in zip(samplers, steps, strict=True)], np.int64)
+    rows = list(zip(*(table[name].to_pylist() for name in ("sampler", "steps", "strength")), strict=True))
+    known = {row: evaluations(*row) for row in set(rows)}
+    return np.array([known[row] for row in rows], np.int64)
