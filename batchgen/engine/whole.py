@@ -135,7 +135,7 @@ def judge(made: Any, row: Row) -> Pixels | Fault:
 
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a checked folder, on the device: safetensors only, no code from the folder. Raises UsageError for
-    weights that cannot be read or do not fill the networks."""
+    weights that cannot be read or do not fill the networks, or if a package is lacking."""
     with quiet_libraries():
         made = load_pipeline(folder, dtype)
     made.set_progress_bar_config(disable=True)

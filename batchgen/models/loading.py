@@ -88,10 +88,10 @@ def load_scheduler(folder: ModelFolder) -> Any:
 def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
     """The pipeline of a checked folder by its own loader, which is given the networks and what the job puts in the
     place of the folder's own: that loader draws weights that are missing. Raises UsageError as `load_components`."""
-    check_packages(folder)
     libraries = ("diffusers", "transformers")
     networks = {name: one for name, one in folder.components.items() if one.weights and one.library in libraries}
     without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
+    check_packages(folder)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     with _errors_named(folder):
