@@ -221,6 +221,18 @@ def test_the_identity_of_a_single_file(tmp_path: Path) -> None:
     assert {"checkpoint", "unet/config.json", "tokenizer/tokenizer.json"} <= told[0].keys()
 
 
+def test_a_single_file_is_the_same_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts are the files, not how file and configuration were named when the run began."""
+    file, config = originals.write(tiny.pipeline("sd1"), tmp_path / "m.safetensors"), bare("sd1", tmp_path)
+    source, out = runs.manifest(tmp_path / "m.parquet", {"prompt": ["a fox"], "steps": [1]}), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    assert runs.run(source, out, "--set", f"model.config={config.name}", model=file.name).code == 0
+    monkeypatch.chdir("/")
+    assert runs.run(source, out, "--set", f"model.config={config}", model=file).code == 0
+    retried = runs.batchgen("retry", out)
+    assert (retried.code, "there is nothing to try again" in retried.err) == (0, True), retried.err
+
+
 def test_a_single_file_by_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configuration of a hub id: no weights are fetched for it. Planned and made from another folder, by name."""
     config, file = tiny.folder("sd1"), originals.write(tiny.pipeline("sd1"), tmp_path / "own.safetensors")

@@ -25,10 +25,11 @@ from batchgen.ledger import COMMITTED, Ledger, Receipt
 from batchgen.models import facts
 from batchgen.owners import this_process
 from batchgen.plan_reader import PlanReader
-from batchgen.records import Captured, Spent
+from batchgen.records import Captured, Group, Spent
 from batchgen.reporting import page as pages_module
 from batchgen.reporting import tables
 from batchgen.reporting.cards import THUMBNAIL, thumbnail
+from batchgen.reporting.findings import group_labels
 from batchgen.reporting.plan_counts import count_plan
 from batchgen.reporting.plots import pace_plots, stage_plots
 from batchgen.reporting.sample import Sample, quotas
@@ -316,6 +317,19 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
     assert sum(one.lane_evaluations - one.evaluations for one in counts.buckets.values()) == idle > 0
     assert counts.planned == sum(one.images for one in counts.buckets.values()) == 90
     assert counts.made == counts.failed == 0
+
+
+def test_groups_are_told_apart_by_their_labels() -> None:
+    plain = Group(64, 64, True, 77, "x,e")
+    own = replace(plain, form="", sampler="LCMScheduler", steps=4)
+    groups = [
+        *(plain, replace(plain, width=96), replace(plain, is_guided=False), replace(plain, lora="a set")),
+        *(own, replace(own, steps=8), replace(own, skipped=2), replace(plain, text_length=64, negative_length=32)),
+    ]
+    labels = group_labels(groups)
+    assert len(set(labels)) == len(groups)
+    assert labels[3] == "64×64, guided, form x,e, LoRA set a set"
+    assert group_labels(groups[:1]) == ["64×64, guided"]
 
 
 @given(st.lists(st.integers(0, 400), max_size=30), st.integers(0, 300))

@@ -159,6 +159,7 @@ def needing(**values: Any) -> Demand:
         (needing(network=4 * 10**9, encoders=10**9), 2048, "19GB", r"vae_tiling = true \(other pixels\)$"),
         (needing(), 1024, "12GB", "the weights alone are 17 GB in float16: take a larger GPU"),
         (needing(dtype="float32"), 1024, "12GB", "in float32: set model.dtype to a half precision"),
+        (needing(has_choices=False), 1024, "23GB", "the weights alone are 17 GB in float16: take a larger GPU"),
     ],
 )
 def test_what_would_help(needs: Demand, side: int, limit: str, wanted: str) -> None:
@@ -166,6 +167,12 @@ def test_what_would_help(needs: Demand, side: int, limit: str, wanted: str) -> N
     assert room.most(guided(side)) == 0
     with pytest.raises(UsageError, match=rf"a single image of {side}x{side} does not fit into .*; .*{wanted}"):
         room.within(guided(side), [1, 2, 4])
+
+
+def test_a_pipeline_of_its_own_takes_no_key_that_would_help() -> None:
+    needs = demand(families.folder("pag"))
+    assert [key for key, _ in Room(needs, 1).easier()] == []
+    assert list(Room(demand(families.folder("sd3")), 1).easier())
 
 
 def test_batches_within_a_limit() -> None:

@@ -61,6 +61,7 @@ def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
         encoding=sum(_encoding(configs[name], facts, value) for name in weights if name in configs),
         tile=(vae_config.get("sample_size") or _TILE) ** 2,
         dtype=dtype,
+        has_choices=not folder.is_generic,
     )
 
 
