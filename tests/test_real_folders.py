@@ -210,6 +210,13 @@ def test_a_configuration_that_has_no_effect(folder: Path) -> None:
         find_model(Model(path=str(folder), config="x"))
 
 
+def test_a_variant_that_has_no_effect_on_a_single_file(tmp_path: Path) -> None:
+    file = originals.write(tiny.pipeline("sd1"), tmp_path / "a.safetensors")
+    model = Model(path=str(file), config=str(tiny.folder("sd1")), variant="fp16")
+    with pytest.raises(UsageError, match=f"no weights of model.variant = 'fp16': all are in {file}; leave it out"):
+        find_model(model)
+
+
 def test_the_identity_of_a_single_file(tmp_path: Path) -> None:
     """Its content counts and not its name; so do the files of the configuration, and no weights that lie there."""
     config = bare("sd1", tmp_path)

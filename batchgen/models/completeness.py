@@ -60,9 +60,10 @@ def checked(folder: ModelFolder) -> ModelFolder:
             files += _tokenizer_files(path, name, component)
         if component.weights is not None and name not in folder.in_checkpoint:
             weights += _weight_files(folder, name, component)
-    if folder.variant and weights and not any(f".{folder.variant}" in Path(name).name for name in weights):
+    if folder.variant and not any(f".{folder.variant}" in Path(name).name for name in weights):
+        found = listed(weights) if weights else f"all are in {folder.checkpoint}"
         raise UsageError(
-            f"model folder {path} has no weights of model.variant = {folder.variant!r}: {listed(weights)}; leave it out"
+            f"model folder {path} has no weights of model.variant = {folder.variant!r}: {found}; leave it out"
         )
     return replace(folder, files=tuple(sorted({*files, *weights})))
 

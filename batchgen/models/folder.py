@@ -48,7 +48,7 @@ def _place(model: Model, has_checker: bool, single: Model | None = None) -> Mode
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
         return ModelFolder(model.path, absolute(local), model.variant, None, (), has_checker)
     if not is_hub_id(model):
-        near = difflib.get_close_matches(model.path, BUILT_IN, n=1)
+        near = [one for one in difflib.get_close_matches(model.path, BUILT_IN, n=1) if one != model.path]
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
     place = cached(model, has_checker=has_checker, single=single)
