@@ -28,7 +28,9 @@ WITH_TORCH = (
         "models/flux2.py",
         "models/hunyuan.py",
         "models/latent.py",
+        "models/loaders.py",
         "models/loading.py",
+        "models/lumina2.py",
         "models/pixart.py",
         "models/sana.py",
     ),
@@ -62,9 +64,10 @@ LAYERS = [
     engine.loras
     engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
-    models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana
+    models.z_image engine.residence models.aura models.hunyuan models.lumina2 models.pixart models.sana
     models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching
-    survey engine.engine
+    survey models.loaders
+    engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch
     plans report bench.modes planned
     plan_reader saying
