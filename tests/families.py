@@ -235,6 +235,31 @@ def sana(schedule: Mapping[str, Any]) -> Any:
     )
 
 
+LUMINA: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (4, 2, 2),
+    "axes_lens": (300, 64, 64),
+    "cap_feat_dim": GEMMA["hidden_size"],
+}
+
+
+def lumina() -> Any:
+    return diffusers.Lumina2Pipeline(
+        transformer=diffusers.Lumina2Transformer2DModel(**LUMINA).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=transformers.Gemma2Model(transformers.Gemma2Config(**GEMMA)).eval(),
+        tokenizer=gemma_tokenizer(),
+    )
+
+
 AURA: dict[str, Any] = {
     "sample_size": 128,
     "in_channels": 4,
@@ -539,6 +564,7 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
     "sana": lambda: sana(SANA_SCHEDULER),
     "sana-euler": lambda: sana(FLOW_SCHEDULER),
+    "lumina": lumina,
     "aura": aura,
     "hunyuan": hunyuan,
     "kolors": kolors,

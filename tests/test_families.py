@@ -54,6 +54,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
     "sana": {"sampler": "dpmpp_2m", **WIDE},
     "sana-euler": {"sampler": "euler"},
+    "lumina": {"sampler": "euler", **WIDE},
     "aura": {"sampler": "euler", **WIDE},
     "hunyuan": {"sampler": "DDPMScheduler", **WIDE},
     "kolors": {"sampler": "EulerDiscreteScheduler", **WIDE},
@@ -61,7 +62,7 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
 """What the rows of a family's batch have in common."""
 CAPTURED = (
     *("sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"),
-    *("pixart", "pixart-alpha", "sana", "aura", "hunyuan", "kolors"),
+    *("pixart", "pixart-alpha", "sana", "lumina", "aura", "hunyuan", "kolors"),
 )
 AT_FIRST_ON_THE_HOST = ("qwen", "z-image")
 """They make their rotary table there in the first call, before any capture."""
@@ -238,7 +239,10 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize(
     "kind",
-    ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "aura", "hunyuan", "kolors"],
+    [
+        *("sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "lumina", "aura", "hunyuan"),
+        "kolors",
+    ],
 )
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
@@ -254,7 +258,7 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     "kind",
     [
         *("sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"),
-        *("pixart", "pixart-alpha", "sana", "aura", "hunyuan", "kolors"),
+        *("pixart", "pixart-alpha", "sana", "lumina", "aura", "hunyuan", "kolors"),
     ],
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
@@ -278,7 +282,8 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
         assert known.text_length == asked.group.text_length == text
         assert negative == ([asked.group.negative_length] if asked.group.negative_length else [])
     (count,) = engine._count(asked)
-    assert count.read == known.prompt_tokens
+    added = engine.model.tokenizer.tokenize(known.reads("")) if known.is_added_within else []
+    assert count.read == known.prompt_tokens - len(added)
     assert count.dropped > 0
     if kind == "qwen":
         lengths = known.lengths
@@ -312,6 +317,21 @@ def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None
         told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
     assert torch.equal(told[1], told[2])
     assert not torch.equal(told[0], told[1])
+
+
+def test_luminas_system_prompt_takes_its_part_of_a_prompts_tokens_and_of_no_negative_ones() -> None:
+    engine = families.engine("lumina")
+    known, tokenizer = engine.facts, engine.model.tokenizer
+    added = len(tokenizer.tokenize(known.reads("")))
+    for column, room in (("prompt", known.prompt_tokens - added), ("negative_prompt", known.prompt_tokens)):
+        told = list[torch.Tensor]()
+        for length, dropped in ((room - 1, 0), (room, 0), (room + 1, 1)):
+            row = tiny.row(sampler="euler", **{"prompt": "a", column: "A" * length})
+            asked = tiny.batch([row], known)
+            assert engine._count(asked)[0].dropped == dropped
+            told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
+        assert torch.equal(told[1], told[2])
+        assert not torch.equal(told[0], told[1])
 
 
 def test_pixart_alpha_makes_one_step_where_diffusers_does() -> None:

@@ -29,7 +29,9 @@ WITH_TORCH = (
         "models/hunyuan.py",
         "models/kolors.py",
         "models/latent.py",
+        "models/loaders.py",
         "models/loading.py",
+        "models/lumina2.py",
         "models/pixart.py",
         "models/sana.py",
     ),
@@ -63,9 +65,10 @@ LAYERS = [
     models.unchanged models.packages models.unet
     engine.loras models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
-    models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana models.kolors
+    models.z_image engine.residence models.aura models.hunyuan models.lumina2 models.pixart models.sana models.kolors
     models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching
-    survey engine.engine
+    survey models.loaders
+    engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch
     plans report bench.modes planned
     plan_reader saying

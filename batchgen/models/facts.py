@@ -105,6 +105,10 @@ class Facts:
     """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
     reads: Callable[[str], str] = str
     """What the tokenizer is given of a prompt; what that adds to every prompt does not count."""
+    reads_negative: Callable[[str], str] | None = None
+    """Likewise of a negative prompt, where that is something else."""
+    is_added_within: bool = False
+    """Whether what `reads` adds takes its part of `prompt_tokens`."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
+from batchgen.models.flow import grid
 from batchgen.models.flow_facts import FLUX2_LENGTH
 from batchgen.models.latent import LatentDiffusion, tokens
 from batchgen.models.loading import load_components
@@ -97,10 +98,8 @@ class Flux2Klein(LatentDiffusion):
 
 
 def _places(latents: Tensor) -> Tensor:
-    """Of each latent of `[B, C, h, w]`: 0, its row, its column and 0, `[h * w, 4]`, made on the device."""
-    sides = (torch.arange(side, device=latents.device) for side in latents.shape[2:])
-    grid = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
-    return pad(grid.flatten(0, 1), (1, 1))
+    """Of each latent of `[B, C, h, w]`: 0, its row, its column and 0, `[h * w, 4]`."""
+    return pad(grid(latents.shape[2], latents.shape[3], latents.device), (1, 1))
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> Flux2Klein:

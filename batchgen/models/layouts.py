@@ -138,6 +138,12 @@ _COMPONENTS_SANA: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("GemmaTokenizer", "GemmaTokenizerFast"), "tokenizer_config.json"),
     "scheduler": Component("diffusers", dit_facts.SANA_SCHEDULERS, "scheduler_config.json"),
 }
+_COMPONENTS_LUMINA: Mapping[str, Component] = {
+    **_COMPONENTS_SANA,
+    "transformer": Component("diffusers", ("Lumina2Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _COMPONENTS_AURA: Mapping[str, Component] = {
     "transformer": Component("diffusers", ("AuraFlowTransformer2DModel",), weights="diffusion_pytorch_model"),
     "vae": _COMPONENTS["vae"],
@@ -216,5 +222,6 @@ FAMILIES: Mapping[str, Layout] = {
     "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
     "HunyuanDiTPipeline": Layout(_COMPONENTS_HUNYUAN, dit_facts.hunyuan_dit, "transformer"),
     "KolorsPipeline": Layout(_COMPONENTS_KOLORS, unet_facts.kolors),
+    "Lumina2Pipeline": Layout(_COMPONENTS_LUMINA, dit_facts.lumina2, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

@@ -18,13 +18,11 @@ from diffusers.models.transformers.transformer_qwenimage import (
 from torch import Tensor
 
 from batchgen.models.contents import ModelFolder
-from batchgen.models.family import Conditioning, Network, Schedule
+from batchgen.models.family import Conditioning, Network, as_long, guide
+from batchgen.models.flow import PATCH
 from batchgen.models.flow_facts import QWEN_LENGTHS
 from batchgen.models.loading import load_components
 from batchgen.models.varying import MASK, NEGATIVE, PROMPT, VaryingText
-
-_PATCH = 2
-"""Latents along a side of each patch of the network's sequence."""
 
 
 class LookingPast:
@@ -63,7 +61,7 @@ class QwenImage(VaryingText):
         self.tokenizer.padding_side = "right"
         for block in pipeline.transformer.transformer_blocks:
             block.attn.set_processor(LookingPast())
-        self.channels = pipeline.transformer.config.in_channels // _PATCH**2
+        self.channels = pipeline.transformer.config.in_channels // PATCH**2
         config = pipeline.vae.config
         self._mean, self._std = (
             torch.tensor(values, device=device)[:, None, None, None]
@@ -77,16 +75,11 @@ class QwenImage(VaryingText):
         hidden: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return hidden
 
-    def schedule(self, width: int, height: int, steps: int) -> Schedule:
-        """As Family.schedule."""
-        side = self.pixels_per_latent * _PATCH
-        return Schedule(self._shift((height // side) * (width // side)), is_even=True)
-
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As Family.predict; the network is given its sequence of patches."""
         size, scale, inputs = latents.shape, self.pixels_per_latent, conditioning.inputs
         patches = QwenImagePipeline._pack_latents(latents, *size)
-        shapes = [[(1, size[2] // _PATCH, size[3] // _PATCH)]] * size[0]
+        shapes = [[(1, size[2] // PATCH, size[3] // PATCH)]] * size[0]
 
         def told(text: str) -> Tensor:
             is_text = inputs.get(text + MASK)
@@ -102,7 +95,8 @@ class QwenImage(VaryingText):
 
         prediction = told(PROMPT)
         if conditioning.is_guided:
-            prediction = guide_by_length(told(NEGATIVE), prediction, conditioning.guidance)
+            guided = guide(torch.cat([told(NEGATIVE), prediction]), conditioning)
+            prediction = as_long(guided, prediction)
         unpacked: Tensor = QwenImagePipeline._unpack_latents(prediction, size[2] * scale, size[3] * scale, scale)
         return unpacked[:, :, 0]
 
@@ -117,15 +111,6 @@ class QwenImage(VaryingText):
     def _unscaled(self, latents: Tensor) -> Tensor:
         """As LatentDiffusion._unscaled, `[B, C, 1, h, w]`: by the mean and deviation of each channel."""
         return latents[:, :, None] / (1.0 / self._std.to(latents.dtype)) + self._mean.to(latents.dtype)
-
-
-def guide_by_length(negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
-    """Classifier-free guidance of patches `[B, N, C]`, by each row's scale `[B]`, with the length that each patch of
-    the prompt's own prediction has."""
-    guided = negative + (scale[:, None, None] * (positive - negative)).to(positive.dtype)
-    wanted, found = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (positive, guided))
-    rescaled: Tensor = guided * (wanted / found)
-    return rescaled
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> QwenImage:

@@ -46,13 +46,14 @@ def load_tokenizer(model: Model) -> Any | None:
     return getattr(library, component.classes[0]).from_pretrained(folder.path / name)
 
 
-def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts) -> list[TokenCount]:
-    """The count of each text, of which `facts.prompt_tokens` are read."""
+def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts, *, are_negative: bool = False) -> list[TokenCount]:
+    """The count of each prompt or negative prompt, of which `facts.prompt_tokens` are read."""
     if not texts:
         return []
-    given = [facts.reads(text) for text in ("", *texts)]
+    reads = (are_negative and facts.reads_negative) or facts.reads
+    given = [reads(text) for text in ("", *texts)]
     before, *lengths = map(len, tokenizer(given, add_special_tokens=False, truncation=False, verbose=False).input_ids)
-    room = facts.prompt_tokens
+    room = facts.prompt_tokens - (before if facts.is_added_within else 0)
     return [TokenCount(min(length - before, room), max(length - before - room, 0)) for length in lengths]
 
 
