@@ -319,6 +319,16 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
     assert counts.made == counts.failed == 0
 
 
+def test_groups_of_an_appended_plan_count_with_those_before(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "b"], "width": [64, 96]}
+    source, out = runs.manifest(tmp_path / "m.parquet", columns), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    runs.manifest(source, {"prompt": ["a", "b", "c"], "width": [64, 96, 64]})
+    assert runs.run(source, out, "--extend").code == 0
+    offered = re.findall(r'<option value="\d+">([^<]+)<', reported(out).source)
+    assert offered == ["96×64, guided", "64×64, guided"]
+
+
 def test_groups_are_told_apart_by_their_labels() -> None:
     plain = Group(64, 64, True, 77, "x,e")
     own = replace(plain, form="", sampler="LCMScheduler", steps=4)
