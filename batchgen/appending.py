@@ -180,8 +180,7 @@ def _batches(shard: pa.Table, facts: Facts) -> Iterator[tuple[tuple[int, int], i
     names = ("batch", "group", "batch_size", "sampler", "steps", "strength")
     longest: dict[int, tuple[tuple[int, int], int]] = {}
     for batch, group, size, sampler, steps, strength in zip(*(shard[name].to_pylist() for name in names), strict=True):
-        skipped = 0 if strength is None else int(facts.skipped(steps, strength))
-        evaluations = facts.sampler_facts(sampler).evaluations_after(steps, skipped)
+        evaluations = facts.evaluations(sampler, steps, strength)
         longest[batch] = (group, size), max(evaluations, longest.get(batch, ((0, 0), 0))[1])
     yield from longest.values()
 

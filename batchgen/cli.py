@@ -188,7 +188,8 @@ _plan_only = click.option("--plan-only", is_flag=True, help="Plan these rows and
 @click.option("--repair", is_flag=True, help="Make damaged images again, and no others.")
 @_moved_model
 @_plan_only
-def verify(directory: Path, repair: bool, model: str | None, plan_only: bool) -> NoReturn:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def verify(directory: Path, repair: bool, model: str | None, plan_only: bool, as_json: bool) -> NoReturn:
     """Read all images in DIRECTORY again and name the faults.
 
     It ends with 0 if there is none, else with 3.
@@ -213,14 +214,16 @@ def verify(directory: Path, repair: bool, model: str | None, plan_only: bool) ->
         raise UsageError("--plan-only appends the plan that --repair works off, and stops; give both")
     if model and not repair:
         raise UsageError("--model says where the model lies that --repair makes images with; give both")
+    if as_json and repair:
+        raise UsageError("--json prints what was found, and --repair how rows are made; give one of them")
     run = RunDirectory(directory)
     job = job_of(run, run.index(), model) if repair else None  # Before all images are read.
     with tqdm(unit="img", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
         found = verify_run(run, bar.update)
-    for fault in found.faults:
+    for fault in [] if as_json else found.faults:
         row = f" (row {fault.row_id!r}, image {fault.image_number})" if fault.row_id else ""
         click.echo(f"{fault.place}{row}: {fault.what}")
-    click.echo(f"{counted(found.num_images, 'image')} checked, {counted(len(found.faults), 'fault')}")
+    click.echo(found.as_json() if as_json else found.line())
     index = run.index()
     balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
     # A repair that was stopped has appended its plan or taken the marker away, and neither is a fault; nor is what a

@@ -59,8 +59,8 @@ class Account:
 
 
 def seats_of(gpus: str | None, workers: int | None, job: Job) -> tuple[Seat, ...]:
-    """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, and for
-    GPUs that are not there."""
+    """What `--gpus` or `--workers` asks for; none where neither is given. Raises UsageError as `gpu_seats`, for GPUs
+    that are not there, and for less than one worker."""
     if gpus is not None and workers is not None:
         raise UsageError("--gpus starts a worker for each GPU, --workers so many on one device; leave one out")
     if gpus is not None:

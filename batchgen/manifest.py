@@ -257,8 +257,15 @@ def _repeated_name(fields: Iterable[pa.Field]) -> str | None:
 
 
 def _batches(file: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """All rows of a file. Raises as reading does, and pa.ArrowInvalid where a row group ends early: some versions of
+    pyarrow say nothing of one that is cut short."""
     for group in range(file.num_row_groups):
-        yield from file.iter_batches(_rows_at_once(file, group), row_groups=[group])
+        left = file.metadata.row_group(group).num_rows
+        for batch in file.iter_batches(_rows_at_once(file, group), row_groups=[group]):
+            left -= batch.num_rows
+            yield batch
+        if left:
+            raise pa.ArrowInvalid(f"row group {group} lacks {left:,} rows")
 
 
 def _rows_at_once(file: pq.ParquetFile, group: int) -> int:
@@ -270,8 +277,9 @@ def _rows_at_once(file: pq.ParquetFile, group: int) -> int:
     row_bytes: int = counted.total_byte_size // counted.num_rows
     probed = min(PROBED_ROWS, max(1, READ_BYTES // max(1, row_bytes)))
     if counted.num_rows > probed:
-        first = next(file.iter_batches(probed, row_groups=[group]))
-        row_bytes = max(row_bytes, first.nbytes // first.num_rows)
+        first = next(file.iter_batches(probed, row_groups=[group]), None)
+        if first is not None:
+            row_bytes = max(row_bytes, first.nbytes // first.num_rows)
     return max(1, min(READ_ROWS, READ_BYTES // max(1, row_bytes)))
 
 

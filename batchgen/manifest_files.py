@@ -37,12 +37,13 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     """The Parquet files that paths, folders and globs name, each once.
 
     A run directory is no part of a manifest: folders and globs pass over what lies in one. A file in it that is
-    named by its path is taken. Raises UsageError for a name without any file.
+    named by its path is taken. Raises UsageError for a name without any file, and for an empty one: that of a variable
+    that is not set would be the current folder.
     """
     found: dict[Path, Path] = {}
     for name in names:
         if not str(name):
-            raise UsageError("manifest: a name is empty; name a file, or . for the folder that you are in")
+            raise UsageError("manifest: an empty name was given; name a file, or . for the current folder")
         for file in _files_of(name):
             if not is_utf8(file):
                 raise UsageError(f"manifest: the name of {str(file)!r} is not UTF-8; rename it")

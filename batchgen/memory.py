@@ -41,6 +41,8 @@ class Demand:
     tile: int
     """Pixels of a tile, where the decoder works in tiles."""
     dtype: str
+    has_choices: bool = True
+    """Whether the model can work in the other ways of `Room.easier`; the generic family's pipelines cannot."""
 
     @property
     def weights(self) -> int:
@@ -98,6 +100,8 @@ class Room:
     def easier(self) -> Iterator[tuple[str, Room]]:
         """Other ways of working that need less, each with the keys for it, the gentlest first."""
         away, tiled = 'engine.text_encoder = "offload"', "engine.vae_tiling = true"
+        if not self.demand.has_choices:
+            return
         if not self.is_away:
             yield away, replace(self, is_away=True)
         if self.decode_batch != 1:

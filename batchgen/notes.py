@@ -15,8 +15,9 @@ def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
     """All of them, in the order in which they are said."""
     notes = [facts.note] if facts.note else []
     if facts.prompt_tokens and job.plan.on_truncate == "warn":
+        added = " and what its pipeline adds to it" if facts.is_added_within else ""
         notes.append(
-            f"the model reads {facts.prompt_tokens} tokens of a prompt: longer ones are cut, and counted in the "
+            f"the model reads {facts.prompt_tokens} tokens of a prompt{added}: longer ones are cut, and counted in the "
             "closing lines; --on-truncate error names them before anything is made"
         )
     notes += _carried_notes(surveyed.manifest)

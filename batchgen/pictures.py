@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import stat
-import struct
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 
 from batchgen.errors import RowError
 from batchgen.filesystem import lost
@@ -38,9 +36,10 @@ _WIDE = ("I", "F")
 """Pillow's modes of more than 8 bits a channel begin so; turned into RGB they would be cut, not scaled."""
 _TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
-_PNG = b"\x89PNG\r\n\x1a\n"
-_TELLING = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
-"""Chunks of a PNG that may tell the orientation, as EXIF or as XMP."""
+_TURNING = frozenset((b"eXIf", b"iTXt", b"tEXt", b"zTXt"))
+"""Chunks of a PNG that may hold one: EXIF, XMP, or EXIF as text."""
+_PNG_SIGNATURE = 8
+"""Bytes before the first chunk."""
 
 
 class BadInitImage(RowError):
@@ -157,27 +156,28 @@ def _named_faults() -> Iterator[None]:
 
 def _size(file: io.BufferedReader | io.BytesIO) -> tuple[int, int]:
     """Width and height, upright, by the header where that tells."""
-    tells_late = _tells_late(file)
     with Image.open(file, formats=FORMATS) as image:
         _check_kind(image)
-        if tells_late or image.format == "TIFF":  # Which Pillow turns itself while it decodes.
-            return ImageOps.exif_transpose(image).size
-        # A PNG's own method would decode the pixels to look behind them.
-        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in _TURNED
-        return image.size[::-1] if turned else image.size
+        size = image.size
+        if isinstance(image, TiffImagePlugin.TiffImageFile):
+            # Pillow has turned its size already, or has not, by its version.
+            size = image.tag_v2[TiffImagePlugin.IMAGEWIDTH], image.tag_v2[TiffImagePlugin.IMAGELENGTH]
+        # A PNG's own method decodes all pixels to see what is behind them.
+        exif = Image.Image.getexif(image) if image.format == "PNG" and not _goes_on(file) else image.getexif()
+        return size[::-1] if exif.get(ExifTags.Base.Orientation) in _TURNED else size
 
 
-def _tells_late(file: io.BufferedReader | io.BytesIO) -> bool:
-    """Whether a file is a PNG with a chunk behind its pixels that may tell how it is to be turned."""
-    is_behind = is_late = False
-    is_png = file.read(len(_PNG)) == _PNG
-    while is_png and not is_late and len(head := file.read(8)) == 8:
-        length, kind = struct.unpack(">I4s", head)
-        is_behind = is_behind or kind == b"IDAT"
-        is_late = is_behind and kind in _TELLING
-        file.seek(length + 4, os.SEEK_CUR)
-    file.seek(0)
-    return is_late
+def _goes_on(file: io.BufferedReader | io.BytesIO) -> bool:
+    """Whether a PNG has chunks behind its pixels that may say how it is turned. A chunk is its length, its name, so
+    many bytes and four more (PNG specification, 5.3)."""
+    before, names = file.tell(), list[bytes]()
+    file.seek(_PNG_SIGNATURE)
+    while len(head := file.read(8)) == 8:
+        names.append(head[4:])
+        file.seek(int.from_bytes(head[:4]) + 4, io.SEEK_CUR)
+    file.seek(before)
+    behind = names[names.index(b"IDAT") :] if b"IDAT" in names else []
+    return not _TURNING.isdisjoint(behind)
 
 
 def _check_kind(image: Image.Image) -> None:

@@ -101,7 +101,7 @@ def _row(index: int, line: Mapping[str, Any], root: Path) -> Row:
         strength=line["strength"],
         sampler=line["sampler"],
         seed=line["seed"],
-        lora=line.get("lora") or "",  # Plans of earlier versions know none.
+        lora=line["lora"] or "",
     )
 
 

@@ -14,6 +14,7 @@ from batchgen.errors import UsageError
 from batchgen.init_images import InitImages
 from batchgen.job import Job
 from batchgen.known import Known
+from batchgen.limits import Limits
 from batchgen.manifest import Manifest, open_manifest
 from batchgen.memory import Demand, room_of
 from batchgen.metadata import RESERVED
@@ -23,7 +24,6 @@ from batchgen.models.fitting import check_keys
 from batchgen.models.folder import architecture, facts_of, find_model
 from batchgen.models.footprint import demand_of
 from batchgen.notes import notes_of
-from batchgen.planner import Limits
 from batchgen.rejections import Rejections
 from batchgen.survey import survey
 from batchgen.truncation import check_truncation

@@ -46,12 +46,15 @@ class GroupSummary:
 
 
 def summarise(drafted: Draft) -> list[GroupSummary]:
-    """The groups of a draft, in plan order; a group's batches lie side by side."""
+    """The groups of a draft that it has rows of, in plan order; a group's batches lie side by side. Of a manifest that
+    has grown, an earlier plan may have all rows of others."""
     cut = drafted.cut
     rows = cut.batch_rows
     edges = np.searchsorted(cut.batch_group, np.arange(len(drafted.groups) + 1))
     summaries = []
     for group, start, end in zip(drafted.groups, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if start == end:
+            continue
         here = slice(start, end)
         sizes, counts = np.unique(cut.batch_size[here], return_counts=True)
         images = int(rows[here].sum())
@@ -117,7 +120,7 @@ def _totals(drafted: Draft, job: Job, summaries: Sequence[GroupSummary]) -> list
     )
     return [
         f"{counted(cut.num_rows, 'image')}, {num_batches:,} batch{'' if num_batches == 1 else 'es'}, "
-        f"{counted(cut.num_shards, 'shard')}, {counted(len(drafted.groups), 'group')}; "
+        f"{counted(cut.num_shards, 'shard')}, {counted(len(summaries), 'group')}; "
         f"{counted(drafted.survey.num_rejected, 'row')} rejected",
         f"padding: {counted(padded, 'slot')} ({_share(padded, padded + cut.num_rows)}), "
         f"{counted(idle, 'idle row-evaluation')}",

@@ -31,6 +31,7 @@ _FREE = (
     "columns",
     "model.path",
     "model.revision",
+    "model.config",
     "model.vae",
     "model.scheduler",
     "model.scheduler_options",

@@ -9,33 +9,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from textwrap import wrap
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 from batchgen.codec import decode
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.filesystem import readable
 from batchgen.finalize import METADATA, METADATA_PARTIAL
+from batchgen.letters import Letters
 from batchgen.parts import part_reader
 from batchgen.records import Pixels
 from batchgen.rundir import RunDirectory
 from batchgen.selection import Selection
 from batchgen.targets import check_target, write_target
-from batchgen.wording import shorten
 
 _PICTURE = 160
 """Pixels of the longer side of a picture in the sheet."""
 _GAP = 8
 _BATCH_ROWS = 4096
 _TEXT, _TITLE = 11, 20
-"""Pixels of the letters' height; those that Pillow brings along are Latin."""
-_LINE, _NUM_LINES, _LETTERS = 14, 3, 28
-"""Height of a line in pixels; lines and letters that a prompt may have."""
+"""Pixels of the letters' height."""
+_LINE, _NUM_LINES = 14, 3
+"""Height of a line in pixels; lines that a prompt may have."""
 _TITLE_LINE = 36
-_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 _CELL = (_PICTURE + _GAP, _PICTURE + _NUM_LINES * _LINE + _GAP)
 
 
@@ -50,10 +49,19 @@ class Shown:
     prompt: str
 
 
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What was written."""
+
+    num_pictures: int
+    missing_letters: str
+    """Letters of prompts and title that no font of this machine has."""
+
+
 def write_sheet(
     run: RunDirectory, target: Path, num_rows: int, selected: Selection | None = None, title: str = ""
-) -> int:
-    """Write a sheet of the first rows that were made and are selected, at most `num_rows`, and return their number.
+) -> Sheet:
+    """Write a sheet of the first rows that were made and are selected, at most `num_rows`.
 
     Raises UsageError for a folder that is no run directory, or has no table of its pictures yet, and for a selection
     that none of them passes; BatchgenError for a part that is missing or damaged.
@@ -65,36 +73,40 @@ def write_sheet(
     if not shown:
         what = "none of its images is selected" if selected.columns else "no row of it was made"
         raise UsageError(f"{run.path} has no picture to show: {what}")
-    buffer = io.BytesIO()
-    contact_sheet(_read(run, shown), title).save(buffer, "PNG")
+    buffer, missing = io.BytesIO(), set[str]()
+    contact_sheet(_read(run, shown), title, missing).save(buffer, "PNG")
     write_target(target, buffer.getvalue())
-    return len(shown)
+    return Sheet(len(shown), "".join(sorted(missing)))
 
 
-def contact_sheet(pictures: Sequence[tuple[Pixels, str]], title: str = "") -> Image.Image:
-    """Pictures with their prompts, row by row, about four wide to three high, under a title if there is one."""
+def contact_sheet(
+    pictures: Sequence[tuple[Pixels, str]], title: str = "", missing: set[str] | None = None
+) -> Image.Image:
+    """Pictures with their prompts, row by row, about four wide to three high, under a title if there is one.
+
+    Letters that no font here has are added to `missing`.
+    """
+    missing = set() if missing is None else missing
+    letters, title_letters = Letters(_TEXT, missing), Letters(_TITLE, missing)
     columns = math.ceil(math.sqrt(len(pictures) * 4 / 3 * _CELL[1] / _CELL[0]))
     rows = math.ceil(len(pictures) / columns)
     top = _TITLE_LINE if title else 0
     sheet = Image.new("RGB", (columns * _CELL[0] + _GAP, top + rows * _CELL[1] + _GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_TEXT)
-    title_font = ImageFont.load_default(_TITLE)
-    draw.text((_GAP, _GAP), _fitting(title, sheet.width - 2 * _GAP, title_font), fill="black", font=title_font)
+    draw = ImageDraw.Draw(sheet)
+    title_letters.draw(draw, (_GAP, _GAP), title_letters.fitting(title, sheet.width - 2 * _GAP))
     for number, (pixels, prompt) in enumerate(pictures):
         x, y = (_GAP + place * size for place, size in zip((number % columns, number // columns), _CELL, strict=True))
         y += top
-        picture = ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
+        picture = _small(pixels)
         sheet.paste(picture, (x + (_PICTURE - picture.width) // 2, y + _PICTURE - picture.height))
-        for line, text in enumerate(wrap(prompt, _LETTERS, max_lines=_NUM_LINES, placeholder=" …")):
-            fitting = _fitting(text, _CELL[0] - _GAP, font)
-            draw.text((x, y + _PICTURE + 2 + line * _LINE), fitting, fill="black", font=font)
+        for number, line in enumerate(letters.wrapped(prompt, _PICTURE, _NUM_LINES)):
+            letters.draw(draw, (x, y + _PICTURE + 2 + number * _LINE), line)
     return sheet
 
 
-def _fitting(text: str, width: int, font: _Font) -> str:
-    """A text in one line of so many pixels."""
-    text = shorten(" ".join(text.split()), 300)
-    return next(cut for num in range(len(text), -1, -1) if font.getlength(cut := shorten(text, max(1, num))) <= width)
+def _small(pixels: Pixels) -> Image.Image:
+    """A picture in the size of the sheet's; one that has it stays as it is."""
+    return ImageOps.contain(Image.fromarray(pixels), (_PICTURE, _PICTURE), Image.Resampling.BICUBIC)
 
 
 def _shown(run: RunDirectory, num_rows: int, selected: Selection) -> list[Shown]:
@@ -127,8 +139,8 @@ def _place(file_name: str, prompt: str) -> Shown:
 
 
 def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]:
-    """Their pixels and prompts, in their order; every part is read once, as far as it is needed. Raises BatchgenError
-    for what is missing or damaged."""
+    """Their pixels, made small one by one, and prompts, in their order; every part is read once, as far as it is
+    needed. Raises BatchgenError for what is missing or damaged."""
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for one in shown:
         wanted[one.part].add(one.member)
@@ -138,7 +150,7 @@ def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]
         try:
             for name, data in part_reader(at, members):
                 at = run.path / part / name
-                found[part, name] = decode(data)
+                found[part, name] = np.asarray(_small(decode(data)))
                 left.discard(name)
                 if not left:
                     break

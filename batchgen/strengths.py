@@ -35,7 +35,7 @@ def strengths(column: pa.Array, has_image: Bools, steps: npt.NDArray[np.int64], 
     default = (facts.strength or 0.0) if told is None else told
     asked = np.where(parsed.given, parsed.values, default)
     is_bad = has_image & parsed.given & (parsed.is_bad | ~((asked > 0) & (asked <= 1)))
-    skipped = facts.skipped(steps, np.where(is_bad, 1.0, asked))
+    skipped = facts.skipped(steps, np.where(has_image & ~is_bad, asked, 1.0))
     return Strengths(
         values=np.where(has_image, asked, np.nan),
         skipped=np.where(has_image, skipped, -1),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+import json
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from batchgen.presence import present, require_present
 from batchgen.publish import publish, published
 from batchgen.rundir import RunDirectory
 from batchgen.sweeping import is_stray
-from batchgen.wording import first_line
+from batchgen.wording import counted, first_line
 from batchgen.writer import pixel_sha256
 
 _OWN_TABLES = {"files": ("metadata.parquet",)}
@@ -49,6 +50,10 @@ class Fault:
     """"missing", "truncated", "altered", "damaged", "foreign", "uncommitted", "unreadable", with the particulars."""
     is_curable: bool = True
     """Whether `repair` can do something about it: not about what never was the run's."""
+
+    @property
+    def kind(self) -> str:
+        return self.what.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,22 @@ class Verified:
     faults: tuple[Fault, ...]
     damaged: tuple[Checked, ...]
     """Parts with faults."""
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Faults by kind, the commonest first."""
+        return dict(Counter(fault.kind for fault in self.faults).most_common())
+
+    def line(self) -> str:
+        """`7 images checked, 2 faults: 1 missing, 1 altered`."""
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in self.kinds.items())
+        line = f"{counted(self.num_images, 'image')} checked, {counted(len(self.faults), 'fault')}"
+        return f"{line}: {kinds}" if kinds else line
+
+    def as_json(self) -> str:
+        """For programs: images, faults by kind, and every fault."""
+        faults = [{"kind": fault.kind} | asdict(fault) for fault in self.faults]
+        return json.dumps({"images": self.num_images, "kinds": self.kinds, "faults": faults}, ensure_ascii=False)
 
 
 def verify(run: RunDirectory, on_progress: Callable[[int], object] = lambda images: None) -> Verified:

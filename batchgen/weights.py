@@ -41,9 +41,10 @@ class Model(Table):
     """The weights' file variant ("fp16"), for components that have it; for `pattern`, "faults" obeys the fault
     prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: on a GPU float16, for FLUX, Sana and pipelines without a family bfloat16; float32 on a CPU."""
+    """None: on a GPU float16 or bfloat16, as suits the family; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: that of the model, but float32 for a float16 SDXL or AuraFlow whose VAE asks for it (`force_upcast`)."""
+    """None: that of the model, but float32 for a float16 SDXL, Kolors or AuraFlow whose VAE asks for it
+    (`force_upcast`)."""
     vae: Given | None = None
     """Another VAE in the place of the model's: a folder or a hub id, of a VAE or of a whole model."""
     scheduler: Given | None = None

@@ -56,6 +56,10 @@ def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(runs.check_images(tmp_path / "m-out")) == 3
     with pytest.raises(UsageError, match="leave one out"):
         batchgen.run(source, "m-out", job, gpus=2, workers=2)
+    for others, said in (({"workers": 0}, "--workers 0 is not usable"), ({"gpus": 0}, "it names no GPU")):
+        monkeypatch.setattr("batchgen.launcher.visible_gpus", lambda: ("0",))
+        with pytest.raises(UsageError, match=said):
+            batchgen.run(source, "m-out", job, **others)
     assert capsys.readouterr().out == ""
 
 
@@ -93,7 +97,7 @@ def test_a_notebook_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (lambda job: batchgen.plan(pa.table({"prompt": ["a"]}), job), "not of type Table; write rows to one first"),
         (lambda job: batchgen.plan([{"prompt": "a"}], job), "not of type list; write rows to one first"),
         (lambda job: batchgen.plan(b"m.parquet", job), "not of type bytes"),
-        (lambda job: batchgen.plan("", job), "a name is empty; name a file, or . for the folder that you are in"),
+        (lambda job: batchgen.plan("", job), "an empty name was given; name a file"),
         (lambda job: batchgen.plan([], job), "no file was named"),
         *(
             (lambda job, workers=workers: batchgen.run("m.parquet", "out", job, workers=workers), "from 1 to 64")
@@ -118,4 +122,4 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: py
     for command in ("plan", "run"):
         ended = runs.batchgen(command, "", "--model", "pattern")
         assert ended.code == 2
-        assert "a name is empty" in ended.err
+        assert "an empty name was given" in ended.err

@@ -137,6 +137,20 @@ def test_a_model_that_has_changed_is_not_used_for_a_retry(tmp_path: Path, monkey
 # A grown manifest
 
 
+def test_a_plan_says_nothing_of_groups_without_new_rows(tmp_path: Path) -> None:
+    """With a model whose memory is reckoned, by the largest batch of each group."""
+    columns = {"id": ["a", "b"], "prompt": ["a fox"] * 2, "width": [64, 96], "steps": [1, 1]}
+    source, model = runs.manifest(tmp_path / "m.parquet", columns), tiny.folder("sd1")
+    assert runs.run(source, tmp_path / "out", model=model).code == 0
+    more = {"id": ["c"], "prompt": ["a cat"], "width": [64], "steps": [1]}
+    runs.manifest(source, {name: [*values, *more[name]] for name, values in columns.items()})
+    ended = runs.run(source, tmp_path / "out", "--extend", model=model)
+    assert ended.code == 0, ended.err
+    assert "1 image, 1 batch, 1 shard, 1 group;" in ended.err
+    assert "64×64" in ended.err
+    assert "96×64" not in ended.err
+
+
 @pytest.mark.parametrize("output", FORMATS)
 @pytest.mark.parametrize("has_ids", [True, False])
 def test_case_26_done_rows_stay_done_when_the_manifest_grew(tmp_path: Path, output: str, *, has_ids: bool) -> None:

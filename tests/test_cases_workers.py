@@ -161,7 +161,7 @@ def test_case_24_foreign_and_torn_files(tmp_path: Path, output: str) -> None:
     assert verified.code == 3
     assert verified.out.splitlines() == [
         "data/metadata.json: foreign: no committed receipt names it",
-        "6 images checked, 1 fault",
+        "6 images checked, 1 fault: 1 foreign",
     ]
 
 

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from batchgen.cli import cli
-from tests import pages, runs
+from tests import documents, runs
 
 
 def commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -43,7 +43,7 @@ def test_has_a_sentence_and_an_example(name: str) -> None:
 
 def test_the_readmes_commands_are_taken() -> None:
     """Every command line in the text and in the blocks of all pages."""
-    examples = re.findall(r"(?m)(?:`|^|&& )batchgen ([a-z][^`\n]*)(?:`|$)", pages.ALL)
+    examples = re.findall(r"(?m)(?:`|^|&& )batchgen ([a-z][^`\n]*)(?:`|$)", documents.ALL)
     examples = [one for one in examples if one.split()[0] in cli.commands]
     assert len(examples) >= len(cli.commands)
     for example in examples:
@@ -56,11 +56,11 @@ def test_the_readmes_commands_are_taken() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_is_documented(name: str) -> None:
-    assert f"`{name}`" in pages.README or f"batchgen {name}" in pages.ALL
+    assert f"`{name}`" in documents.README or f"batchgen {name}" in documents.ALL
     for parameter in COMMANDS[name].params:
         for option in parameter.opts:
             if option.startswith("--") and option != "--help":
-                assert option in pages.ALL, f"no page names {option} of {name}"
+                assert option in documents.ALL, f"no page names {option} of {name}"
 
 
 def test_help_lists_every_command_whole() -> None:
@@ -90,7 +90,7 @@ def completed(**environment: str) -> str:
 
 def test_shells_complete_commands_and_options() -> None:
     """By the words that the README puts into a shell's own file."""
-    shells = set(re.findall(r"_BATCHGEN_COMPLETE=(\w+)_source batchgen", pages.README))
+    shells = set(re.findall(r"_BATCHGEN_COMPLETE=(\w+)_source batchgen", documents.README))
     assert shells == {"bash", "zsh", "fish"}
     for shell in shells - {"bash"}:  # For which click looks at the version of the bash that is there.
         assert "_BATCHGEN_COMPLETE" in completed(_BATCHGEN_COMPLETE=f"{shell}_source")

@@ -23,7 +23,7 @@ from batchgen.doctor.work import Need
 from batchgen.filesystem import FileSystem
 from batchgen.job import load_job
 from batchgen.models import demo
-from tests import runs
+from tests import families, runs, tiny
 
 H200 = Gpu("NVIDIA H200", 140 * 10**9, 150 * 10**9)
 
@@ -177,6 +177,9 @@ def test_weights_that_do_not_fit() -> None:
     assert (gpu.state, cpu.state) == ("amiss", "amiss")
     assert gpu.facts["weights_bytes"] * 2 == cpu.facts["weights_bytes"]
     assert "offload" in gpu.advice
+    own = tiny.job(families.folder("pag"))
+    (gpu,) = model.room(own, model.known(own)[0], [Gpu("small", 10**5, 10**5)], 10**12)
+    assert "offload" not in gpu.advice
 
 
 def test_a_manifest_is_held_against_the_disk(tmp_path: Path) -> None:

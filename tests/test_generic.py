@@ -7,12 +7,14 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image as PillowImage
+from safetensors.torch import load_file, save_file
 
 from batchgen.engine.whole import WholePipeline
 from batchgen.errors import UsageError
@@ -72,7 +74,7 @@ def edit(folder: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["QwenImagePipeline", "ZImagePipeline", "Flux2KleinPipeline", "SanaPipeline", "Lumina2Pipeline"]
+    "name", ["QwenImagePipeline", "ZImagePipeline", "Flux2KleinPipeline", "SanaPipeline", "Flux2Pipeline"]
 )
 def test_pipelines_that_make_images_of_text_are_taken(name: str) -> None:
     assert signatures.refusal(name) == ""
@@ -97,6 +99,18 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         find_model(Model(path=str(folder)))
 
 
+@pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+def test_weights_that_do_not_fill_a_network_are_refused(tmp_path: Path, component: str) -> None:
+    """diffusers' own loader would draw what is missing, and other pictures every time."""
+    folder = Path(shutil.copytree(families.folder("pag"), tmp_path / "model"))
+    (file,) = (folder / component).glob("*.safetensors")
+    tensors = load_file(file)
+    name = sorted(tensors)[len(tensors) // 2]
+    save_file({key: one for key, one in tensors.items() if key != name}, file, {"format": "pt"})
+    with pytest.raises(UsageError, match=f"the weights of {component} lack 1 of the network's .* {name!r}"):
+        WholePipeline(tiny.job(folder))
+
+
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_what_is_fetched_is_what_is_read(tmp_path: Path, variant: str | None) -> None:
     families.pipeline("pag").save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
@@ -119,6 +133,12 @@ def test_prompts_are_never_cleaned_whatever_is_installed() -> None:
     made = families.engine("pag")
     told = made._arguments(tiny.row(sampler=made.facts.sampler), tiny.never)
     assert (told["clean_caption"], told["use_resolution_binning"]) == (False, False)
+
+
+def test_loading_says_nothing_to_people_who_write_pipelines() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        WholePipeline(tiny.job(families.folder("pag")))
 
 
 def test_a_row_is_dropped_between_two_steps() -> None:

@@ -7,8 +7,6 @@ import errno
 import hashlib
 import io
 import os
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import pytest
 from diffusers.image_processor import VaeImageProcessor
 from PIL import ExifTags
 from PIL import Image as Picture
+from PIL.PngImagePlugin import PngInfo
 
 from batchgen import init_images, pictures
 from batchgen.checks import Rules
@@ -49,15 +48,25 @@ def turned() -> Picture.Exif:
     return exif
 
 
-XMP = b'<rdf:Description tiff:Orientation="6"/>'
+TURNED = '<rdf:Description tiff:Orientation="6"/>'
+"""The same as XMP."""
 
 
-def chunked(kind: bytes, content: bytes, *, is_behind: bool) -> bytes:
-    """A PNG file with one more chunk, in front of its pixels or behind them."""
-    data = encoded(80, 56, 12)
-    at = len(data) - 12 if is_behind else 33
-    chunk = kind + content
-    return data[:at] + struct.pack(">I", len(content)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[at:]
+def told(text: str = TURNED) -> PngInfo:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", text)
+    return info
+
+
+def behind(content: bytes, kind: bytes) -> bytes:
+    """A PNG whose chunk of a kind is the last but one, behind the pixels, where some programs write it."""
+    signature, at, chunks = content[:8], 8, list[bytes]()
+    while at < len(content):
+        end = at + 12 + int.from_bytes(content[at : at + 4])
+        chunks.append(content[at:end])
+        at = end
+    chunks.sort(key=lambda one: (one[4:8] == b"IEND", one[4:8] == kind))
+    return signature + b"".join(chunks)
 
 
 PATHS = ("pictures/a.png", "pictures/b.jpg", "pictures/c.webp", None)
@@ -212,8 +221,10 @@ def test_bytes_and_types_that_are_no_pictures(folder: Path) -> None:
         (PATHS[0], float("nan"), "must be a number above 0 and at most 1"),
         (PATHS[0], 0.04, "leaves none of the row's steps to make: give it more steps, or a greater strength"),
         (None, 0.5, "has no effect without an image"),
+        (None, float("nan"), "has no effect without an image"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_strengths(folder: Path, image: str | None, strength: float, rule: str) -> None:
     """20 steps leave one at 0.05."""
     column = pa.array([image, PATHS[0]])
@@ -319,11 +330,13 @@ def test_pictures_that_rows_share_are_packed_once(tmp_path: Path, folder: Path) 
         encoded(80, 56, 7, "GIF"),
         encoded(64, 64, 8, "WEBP", exif=turned()),
         encoded(80, 56, 9, "PNG", "LA", exif=turned()),
+        encoded(80, 56, 10, "TIFF", exif=turned()),
         encoded(80, 56, 10, "TIFF", tiffinfo={ExifTags.Base.Orientation: 6}),
-        encoded(80, 56, 11, "JPEG", xmp=XMP),
-        chunked(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + XMP, is_behind=False),
-        chunked(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + XMP, is_behind=True),
-        chunked(b"eXIf", turned().tobytes()[6:], is_behind=True),
+        behind(encoded(80, 56, 11, exif=turned()), b"eXIf"),
+        encoded(80, 56, 12, pnginfo=told()),
+        behind(encoded(80, 56, 13, pnginfo=told()), b"iTXt"),
+        behind(encoded(80, 56, 14, pnginfo=told("a title")), b"iTXt"),
+        encoded(80, 56, 15, "JPEG", xmp=TURNED.encode()),
     ],
 )
 def test_pixels_are_those_of_diffusers(tmp_path: Path, content: bytes) -> None:

@@ -12,10 +12,13 @@ import diffusers
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from peft.tuners.lora import Linear
 
 from batchgen.engine.whole import open_model
 from batchgen.errors import UsageError
-from batchgen.models.folder import facts_of, identity
+from batchgen.models.folder import facts_of, identity, located
+from batchgen.models.lora_files import LoraPart, lora_sets
 from batchgen.records import Image, Row
 from tests import families, loras, runs, tiny
 
@@ -86,6 +89,32 @@ def test_a_shard_of_several_sets_encodes_each_text_by_its_own() -> None:
     assert [np.array_equal(one()[0].pixels, wanted) for one, wanted in zip(pending, alone, strict=True)] == [True] * 2
 
 
+def test_a_set_that_does_not_fit_into_memory_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it short before a layer is changed, or when half of one is."""
+    maker, row = engine("sd1", {"one": [(loras.file("sd1", 1), 1.0)]}), tiny.row(steps=2)
+    ((without,), (wanted,)), number = (made(maker, [row], name) for name in ("", "one")), 0
+    maker._loras.use("")
+    merge = Linear.merge
+
+    def short(layer: Any, adapter_names: list[str]) -> None:
+        nonlocal number
+        number += 1
+        if number % 5 == 3:
+            raise torch.OutOfMemoryError("no room")
+        merge(layer, adapter_names=adapter_names)
+        if number % 5 == 0:
+            raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Linear, "merge", short)
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                maker._loras.use("one")
+    maker._prompts.prepare({}, tiny.never)
+    assert np.array_equal(made(maker, [row])[0], without)
+    assert np.array_equal(made(maker, [row], "one")[0], wanted)
+
+
 def test_a_file_that_is_another_one_when_its_set_is_taken_again(tmp_path: Path) -> None:
     """A trainer that goes on writing, say: the rows that are left would be made by other weights."""
     file = Path(shutil.copy(loras.file("sd1", 1), tmp_path / "a.safetensors"))
@@ -137,6 +166,17 @@ def test_what_is_no_lora_is_refused_before_anything_is_loaded(tmp_path: Path) ->
         facts_of(tiny.job(families.folder("pixart"), f"model.loras={{a = [{_file((unet, 1.0))}]}}").model)
     with pytest.raises(UsageError, match="has no weights; leave it out"):
         facts_of(tiny.job("pattern", f"model.loras={{a = [{_file((unet, 1.0))}]}}").model)
+
+
+def test_a_file_of_the_hubs_cache_is_a_link_to_one_without_an_ending(tmp_path: Path) -> None:
+    """Taken as it is named, from another folder too."""
+    blob, link = tmp_path / "blobs" / "0123", tmp_path / "snapshots" / loras.FILE
+    blob.parent.mkdir()
+    link.parent.mkdir()
+    shutil.copy(loras.file("sd1", 1), blob)
+    link.symlink_to(blob)
+    model = tiny.job(families.folder("sd1"), f"model.loras={{a = [{_file((link, 1.0))}]}}").model
+    assert lora_sets(model)["a"] == lora_sets(located(model))["a"] == (LoraPart(link, 1.0),)
 
 
 def test_identity_is_of_contents_and_scales(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_a_name_without_a_file_is_told_what_is_there(files: Path, name: str, sen
     assert sentence.format(path=files) in str(refused.value)
 
 
+def test_an_empty_name_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    ended = runs.batchgen("plan", "")
+    assert (ended.code, "an empty name was given; name a file, or . for the current" in ended.err) == (2, True)
+
+
 @pytest.mark.parametrize(("number", "end"), [(10, "c09"), (11, "c09 and 1 more"), (13, "c09 and 3 more")])
 def test_ten_of_many_names_are_listed(tmp_path: Path, number: int, end: str) -> None:
     for name in range(number):

@@ -21,8 +21,8 @@ from batchgen.cost import load_profile
 from batchgen.job import load_job
 from batchgen.models import facts
 from tests import runs
+from tests.documents import ALL, PAGES, README
 from tests.hub import serving
-from tests.pages import ALL, PAGES, README
 
 
 def block(language: str, page: str = README) -> str:

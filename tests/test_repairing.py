@@ -331,10 +331,11 @@ def test_the_command(tmp_path: Path) -> None:
     files[0].unlink()
     files[-1].write_bytes(b"")
     assert runs.batchgen("verify", out, "--plan-only").code == 2
+    assert runs.batchgen("verify", out, "--repair", "--json").code == 2
     planned = runs.batchgen("verify", out, "--repair", "--plan-only")
     assert planned.code == 0
     assert planned.out.splitlines()[-2:] == [
-        "6 images checked, 2 faults", "6 rows = 4 done + 0 failed + 0 rejected + 2 outstanding",
+        "6 images checked, 2 faults: 1 missing, 1 truncated", "6 rows = 4 done + 0 failed + 0 rejected + 2 outstanding",
     ]  # fmt: skip
     assert runs.batchgen("verify", out).code == 0
     assert runs.run(source, out).closing_line == "6 rows = 6 done + 0 failed + 0 rejected + 0 outstanding"

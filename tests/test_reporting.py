@@ -25,10 +25,11 @@ from batchgen.ledger import COMMITTED, Ledger, Receipt
 from batchgen.models import facts
 from batchgen.owners import this_process
 from batchgen.plan_reader import PlanReader
-from batchgen.records import Captured, Spent
+from batchgen.records import Captured, Group, Spent
 from batchgen.reporting import page as pages_module
 from batchgen.reporting import tables
 from batchgen.reporting.cards import THUMBNAIL, thumbnail
+from batchgen.reporting.findings import group_labels
 from batchgen.reporting.plan_counts import count_plan
 from batchgen.reporting.plots import pace_plots, stage_plots
 from batchgen.reporting.sample import Sample, quotas
@@ -37,6 +38,7 @@ from batchgen.rundir import RunDirectory
 from batchgen.slots import sealed
 from tests import plans, runs
 from tests.pages import HOSTILE, ReadPage
+from tests.test_init_images import encoded
 
 SMALL_SHARDS = ("--set", "plan.shard_images=2", "--set", "plan.max_batch=2")
 FAULTS = ("--set", "model.variant=faults")
@@ -296,6 +298,8 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
         "width": [64 if n % 3 else 128 for n in range(90)],
         "steps": [5 + n * 7 % 30 for n in range(90)],
         "sampler": ["heun" if n % 5 == 0 else "ddim" for n in range(90)],
+        "image": [encoded(64, 64) if n % 4 == 0 else None for n in range(90)],
+        "strength": [0.2 + n % 8 / 10 if n % 4 == 0 else None for n in range(90)],
     }
     overrides = ("plan.batch_sizes=[4, 16]", "plan.shard_images=13")
     cut = plans.planned(tmp_path, columns, overrides=overrides).draft.cut
@@ -305,7 +309,7 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
         frozen.index,
         PlanReader(run.plans, frozen.index),
         Ledger(run.root, run.files),
-        lambda sampler, steps: facts.PATTERN.sampler_facts(sampler).evaluations(steps),
+        facts.PATTERN.evaluations,
     )
     assert sum(one.batches for one in counts.buckets.values()) == len(cut.batch_size)
     assert sum(one.padded for one in counts.buckets.values()) == int(cut.batch_padding.sum()) > 0
@@ -313,6 +317,29 @@ def test_padding_is_what_the_planner_counted(tmp_path: Path) -> None:
     assert sum(one.lane_evaluations - one.evaluations for one in counts.buckets.values()) == idle > 0
     assert counts.planned == sum(one.images for one in counts.buckets.values()) == 90
     assert counts.made == counts.failed == 0
+
+
+def test_groups_of_an_appended_plan_count_with_those_before(tmp_path: Path) -> None:
+    columns = {"prompt": ["a", "b"], "width": [64, 96]}
+    source, out = runs.manifest(tmp_path / "m.parquet", columns), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    runs.manifest(source, {"prompt": ["a", "b", "c"], "width": [64, 96, 64]})
+    assert runs.run(source, out, "--extend").code == 0
+    offered = re.findall(r'<option value="\d+">([^<]+)<', reported(out).source)
+    assert offered == ["96×64, guided", "64×64, guided"]
+
+
+def test_groups_are_told_apart_by_their_labels() -> None:
+    plain = Group(64, 64, True, 77, "x,e")
+    own = replace(plain, form="", sampler="LCMScheduler", steps=4)
+    groups = [
+        *(plain, replace(plain, width=96), replace(plain, is_guided=False), replace(plain, lora="a set")),
+        *(own, replace(own, steps=8), replace(own, skipped=2), replace(plain, text_length=64, negative_length=32)),
+    ]
+    labels = group_labels(groups)
+    assert len(set(labels)) == len(groups)
+    assert labels[3] == "64×64, guided, form x,e, LoRA set a set"
+    assert group_labels(groups[:1]) == ["64×64, guided"]
 
 
 @given(st.lists(st.integers(0, 400), max_size=30), st.integers(0, 300))

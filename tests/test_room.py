@@ -22,6 +22,7 @@ from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job
 from batchgen.memory import CARDS, Demand, Room
+from batchgen.models import footprint
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.footprint import demand_of
 from batchgen.models.layouts import FAMILIES
@@ -126,6 +127,25 @@ def test_flux_on_common_cards(tmp_path: Path) -> None:
     )
 
 
+TRANSFORMERS = (
+    *("sd3", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+)
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_the_estimate_of_a_transformer_is_of_its_patches_and_its_weights_as_loaded(kind: str) -> None:
+    """A part of some text encoders stays in float32. Files hold buffers too, such as the places of SD3."""
+    folder = families.folder(kind)
+    needs, known = demand(folder, "model.dtype=float16"), facts_of(of(folder).model)
+    network = find_model(of(folder).model).config("transformer")
+    width = network.get("dim") or network["num_attention_heads"] * network["attention_head_dim"]
+    assert needs.row_pixel == 2 * footprint._SEQUENCE * width / known.size_multiple**2
+    model = Engine(tiny.job(folder, "model.dtype=float16")).model
+    for wanted, networks in ((needs.network, [model.network]), (needs.encoders, model.encoders)):
+        loaded = sum(one.numel() * one.element_size() for part in networks for one in part.parameters())
+        assert loaded <= wanted <= 1.2 * loaded
+
+
 def needing(**values: Any) -> Demand:
     plain = {"network": 10e9, "vae": 1e9, "encoders": 6e9, "row_pixel": 500.0, "row": 0.0, "decoded_pixel": 2000.0,
              "encoding": 0.0, "tile": 512**2, "dtype": "float16"}  # fmt: skip
@@ -139,6 +159,7 @@ def needing(**values: Any) -> Demand:
         (needing(network=4 * 10**9, encoders=10**9), 2048, "19GB", r"vae_tiling = true \(other pixels\)$"),
         (needing(), 1024, "12GB", "the weights alone are 17 GB in float16: take a larger GPU"),
         (needing(dtype="float32"), 1024, "12GB", "in float32: set model.dtype to a half precision"),
+        (needing(has_choices=False), 1024, "23GB", "the weights alone are 17 GB in float16: take a larger GPU"),
     ],
 )
 def test_what_would_help(needs: Demand, side: int, limit: str, wanted: str) -> None:
@@ -146,6 +167,12 @@ def test_what_would_help(needs: Demand, side: int, limit: str, wanted: str) -> N
     assert room.most(guided(side)) == 0
     with pytest.raises(UsageError, match=rf"a single image of {side}x{side} does not fit into .*; .*{wanted}"):
         room.within(guided(side), [1, 2, 4])
+
+
+def test_a_pipeline_of_its_own_takes_no_key_that_would_help() -> None:
+    needs = demand(families.folder("pag"))
+    assert [key for key, _ in Room(needs, 1).easier()] == []
+    assert list(Room(demand(families.folder("sd3")), 1).easier())
 
 
 def test_batches_within_a_limit() -> None:

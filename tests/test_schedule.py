@@ -30,7 +30,7 @@ def test_the_makespan_is_the_last_end_and_within_its_bounds(evaluations: list[in
     assert found == max(turn.end for turn in turns(evaluations, lanes))
     assert found >= max(evaluations)
     assert found >= -(-sum(evaluations) // lanes)
-    assert found <= sum(evaluations) / lanes + (1 - 1 / lanes) * max(evaluations), "Graham's bound of any list"
+    assert lanes * found <= sum(evaluations) + (lanes - 1) * max(evaluations), "Graham's bound of any list"
     if len(evaluations) <= lanes:
         assert found == max(evaluations)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,23 @@ def test_prompts_are_written_and_long_ones_cut() -> None:
     assert ink("🦊 狐 \u202e \x00") >= 0
 
 
+def test_letters_of_other_scripts_are_drawn_and_those_that_no_font_has_are_named(tmp_path: Path) -> None:
+    """Not as boxes, which would be the same for all. Noncharacters of Unicode are in no font."""
+
+    def ink(prompt: str) -> bytes:
+        missing: set[str] = set()
+        sheet = contact_sheet([(plain(0), prompt)], missing=missing)
+        assert not missing
+        return sheet.tobytes()
+
+    assert len({ink(prompt) for prompt in ("лес", "дом", "σας", "ñü", "n\u0303ü")}) == 4
+    source = runs.manifest(tmp_path / "m.parquet", [{"prompt": "a \U0010fffe and a \U0010fffd\u200d"}])
+    assert runs.run(source, tmp_path / "out").code == 0
+    ended = runs.batchgen("sheet", tmp_path / "out")
+    assert (ended.code, ended.out) == (0, f"1 picture in {tmp_path / 'out' / 'sheet.png'}\n")
+    assert ended.err.startswith("no font here has \U0010fffd\U0010fffe: boxes stand for them")
+
+
 @pytest.mark.parametrize("prompt", ["M" * 28, "WHAT A LARGE OLD LIGHTHOUSE IN THE RAIN", "龍" * 28])
 def test_a_caption_stays_under_its_picture(prompt: str) -> None:
     """Whatever its letters are wide: the space to the next picture's is white."""
@@ -80,6 +98,19 @@ def test_the_first_rows_of_a_run_in_manifest_order(tmp_path: Path, kind: str) ->
         assert np.array_equal(np.asarray(made), np.asarray(contact_sheet(wanted)))
     assert runs.batchgen("sheet", out).out == f"6 pictures in {out / 'sheet.png'}\n"
     assert runs.batchgen("verify", out).code == 0
+
+
+def test_memory_is_for_pictures_as_small_as_the_sheets(tmp_path: Path) -> None:
+    """Whatever those of the run are: 16 of 1024x1024 would take 50 MB."""
+    source, out = runs.prompts(tmp_path / "m.parquet", 16), tmp_path / "out"
+    sizes = ("--set", "sampling.width=1024", "--set", "sampling.height=1024", "--format", "webdataset")
+    assert runs.run(source, out, *sizes).code == 0
+    tracemalloc.start()
+    try:
+        assert runs.batchgen("sheet", out).code == 0
+        assert tracemalloc.get_traced_memory()[1] < 25_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

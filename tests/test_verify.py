@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -95,6 +96,12 @@ def test_each_damaged_image_is_named_with_its_row(
     wanted = {(row["file_name"], row["id"], row["image_number"]) for row in (rows[1], rows[2], rows[5], rows[6])}
     assert {(one.place, one.row_id, one.image_number) for one in faults} == wanted
     assert all(one.what.startswith("missing" if one.row_id == rows[6]["id"] else what) for one in faults)
+    kind = what.partition(":")[0]
+    ended = commands.batchgen("verify", run.path)
+    assert (ended.code, ended.closing_line) == (3, f"7 images checked, 4 faults: 3 {kind}, 1 missing")
+    told = json.loads(commands.batchgen("verify", run.path, "--json").out)
+    assert (told["images"], told["kinds"]) == (7, {kind: 3, "missing": 1})
+    assert [one["row_id"] for one in told["faults"] if one["kind"] == "missing"] == [rows[6]["id"]]
 
 
 @pytest.mark.parametrize("format_name", ["webdataset", "parquet"])

@@ -116,7 +116,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
     Example: batchgen bench images --arch sd15 --rows 1000 --json sd15.json
     """
     from batchgen.bench.architectures import ARCHITECTURES
-    from batchgen.bench.images import BASELINES, Settings, bench_images
+    from batchgen.bench.images import BASELINES, LONG_SHARDS, Settings, bench_images
     from batchgen.bench.workload import Workload
 
     if options["sizes"] == "mixed" and (options["steps"], options["guidance"]) != (None, None):
@@ -137,7 +137,7 @@ def images(arch: str, json_file: Path | None, **options: Any) -> None:
     settings = Settings(
         arch=arch,
         workload=workload,
-        overrides=(f"engine.mode={options['mode']}", *batch, *options["overrides"]),
+        overrides=(LONG_SHARDS, f"engine.mode={options['mode']}", *batch, *options["overrides"]),
         baselines=_names(options["baselines"], BASELINES[options["sizes"]]),
         sample=options["sample"],
         compile_mode=options["compile_mode"],

@@ -25,10 +25,15 @@ from batchgen.engine.devices import device_name, find_device
 from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
+from batchgen.planner import MAX_SHARD_IMAGES
 
 BASELINES = {"single": ("loop", "best", "compiled"), "mixed": ("exact", "sized")}
 PROFILES = KERNELS
 NAMED_GAPS = 4
+
+
+LONG_SHARDS = f"plan.shard_images={MAX_SHARD_IMAGES}"
+"""The few rows of a bench stand for the middle of a long run, whose shards are as large as they may be."""
 
 
 @dataclass(frozen=True, slots=True)

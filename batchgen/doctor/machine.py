@@ -21,7 +21,7 @@ from batchgen.slurm import programs
 from batchgen.wording import counted, first_line, shorten, sized
 
 PYTHON = (3, 11)
-OLDEST: Mapping[str, str] = {"torch": "2.11", "diffusers": "0.36", "transformers": "5.0"}
+OLDEST: Mapping[str, str] = {"torch": "2.11", "diffusers": "0.40", "transformers": "5.10"}
 """A test holds these equal to what the package asks for."""
 _INSTALL = "install batchgen anew (`pip install .`), which brings what it needs"
 _INSTALL_TORCH = "install torch by the command that https://pytorch.org/get-started/locally/ gives"

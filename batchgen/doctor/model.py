@@ -14,6 +14,7 @@ from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lora_files import lora_sets
+from batchgen.models.packages import check_packages
 from batchgen.wording import counted, sized
 
 _HALF_BYTES = 2
@@ -26,6 +27,8 @@ def known(job: Job) -> tuple[Facts | None, Finding]:
         facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         folder = find_model(job.model, has_checker=job.engine.safety_checker) if facts.needs_torch else None
         parameters = num_parameters(folder) if folder else 0
+        if folder:
+            check_packages(folder)
     except UsageError as error:
         what, _, advice = str(error).partition("; ")
         return None, Finding("model", "amiss", what, advice or what)
@@ -71,15 +74,17 @@ def room(job: Job, facts: Facts, gpus: Sequence[Gpu], free_bytes: int) -> Iterat
     """Whether the weights fit: into the emptiest GPU in half precision, else into memory in float32."""
     if not facts.needs_torch:
         return
-    num = num_parameters(find_model(job.model, has_checker=job.engine.safety_checker))
+    folder = find_model(job.model, has_checker=job.engine.safety_checker)
+    num = num_parameters(folder)
     each = 4 if job.model.dtype == "float32" or not (gpus or job.model.dtype) else _HALF_BYTES
     where = "the GPU" if gpus else "memory"
     free = max((one.free_bytes for one in gpus), default=free_bytes)
     found = f"about {sized(num * each)} of weights, of {sized(free)} that are free in {where}"
     if num * each < free:
         return
+    offload = "" if folder.is_generic else 'set engine.text_encoder = "offload", '
     advice = (
-        'see `plan`, set engine.text_encoder = "offload", take a GPU with more memory, or free what others hold'
+        f"see `plan`, {offload}take a GPU with more memory, or free what others hold"
         if gpus
         else "take a machine with more memory, or a GPU"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -76,14 +77,16 @@ def errors_named(device: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_libraries(level: int = logging.ERROR) -> Iterator[None]:
-    """Errors only from diffusers and transformers, or what is above another level: their advice while loading is for
-    people who write pipelines."""
+    """Errors only from diffusers and transformers, or what is above another level: their advice while loading, and of
+    what they will drop some day, is for people who write pipelines."""
     loggers = (diffusers.utils.logging, transformers.utils.logging)
     before = [logger.get_verbosity() for logger in loggers]
     for logger in loggers:
         logger.set_verbosity(level)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         for logger, verbosity in zip(loggers, before, strict=True):
             logger.set_verbosity(verbosity)

@@ -36,34 +36,17 @@ from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import aura, chroma, flux, flux2, hunyuan, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
 from batchgen.models.fitting import check_keys
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.loaders import LOADERS
 from batchgen.models.lora_files import lora_sets
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.pictures import read_all
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
-
-FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
-    "StableDiffusionPipeline": sd.load,
-    "StableDiffusionXLPipeline": sdxl.load,
-    "StableDiffusion3Pipeline": sd3.load,
-    "FluxPipeline": flux.load,
-    "Flux2KleinPipeline": flux2.load,
-    "QwenImagePipeline": qwen_image.load,
-    "ChromaPipeline": chroma.load,
-    "ZImagePipeline": z_image.load,
-    "PixArtAlphaPipeline": pixart.load_alpha,
-    "PixArtSigmaPipeline": pixart.load_sigma,
-    "SanaPipeline": sana.load,
-    "AuraFlowPipeline": aura.load,
-    "HunyuanDiTPipeline": hunyuan.load,
-}
-"""What loads a folder, by the pipeline class that it names."""
 
 
 class Engine:
@@ -190,7 +173,7 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
         encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
-        return self.model.conditioning(rows, is_guided, encoded)
+        return self.model.conditioning(rows, batch.group, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count, size and strength."""
@@ -301,7 +284,7 @@ class Engine:
         tokenizer = self.model.tokenizer
         prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], self.facts)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(tokenizer, texts, self.facts)
+        negatives = count_tokens(tokenizer, texts, self.facts, are_negative=True)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)
@@ -333,7 +316,7 @@ def _load(job: Job, facts: Facts, device: torch.device, folder: ModelFolder) -> 
     dtype = dtype_of(job.model.dtype, facts, device)
     vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
     with quiet_libraries():
-        family = FAMILIES[folder.family](folder, dtype, vae_dtype, device)
+        family = LOADERS[folder.family](folder, dtype, vae_dtype, device)
     if job.engine.vae_tiling:
         family.vae.enable_tiling()
     return family

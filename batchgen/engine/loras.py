@@ -65,18 +65,26 @@ class Loras:
 
     def use(self, name: str) -> None:
         """Put a set in the place of the one that is in the weights; "" is none. What is queued on the device before
-        still reads the weights as they were. Raises UsageError for a file that is another one by now."""
+        still reads the weights as they were. Where one cannot be put there, such as for want of memory, none is. Raises
+        UsageError for a file that is another one by now."""
         if name == self.now:
             return
         with torch.inference_mode(False), torch.no_grad(), quiet_libraries(logging.CRITICAL), warnings.catch_warnings():
             # peft warns of what a set of several files is: several adapters. diffusers logs what it raises as well.
             warnings.simplefilter("ignore")
-            for parameter in self._changed:
-                parameter.copy_(self._kept[parameter])
-            self._changed, self.now = [], ""
-            if name:
-                self._put(name)
+            self._take_out()
+            try:
+                if name:
+                    self._put(name)
+            except BaseException:
+                self._take_out()
+                raise
         self.now = name
+
+    def _take_out(self) -> None:
+        for parameter in self._changed:
+            parameter.copy_(self._kept[parameter])
+        self._changed, self.now = [], ""
 
     def _put(self, name: str) -> None:
         components = self._components()
@@ -140,16 +148,18 @@ class Loras:
         for weight in weights:
             if weight not in self._kept:
                 self._kept[weight] = weight.detach().to("cpu", copy=True)
+        self._changed += weights
         adapters = [f"part{number}" for number in range(len(parts))]
         for adapter, part in zip(adapters, parts, strict=True):
             if adapter in layer.scaling:
                 layer.set_scale(adapter, part.scale)
-        layer.merge(adapter_names=adapters)
-        for weight, place in zip(weights, places, strict=True):
-            if weight.data_ptr() != place.data_ptr():
-                place.copy_(weight)
-                weight.data = place
-        self._changed += weights
+        try:
+            layer.merge(adapter_names=adapters)
+        finally:
+            for weight, place in zip(weights, places, strict=True):
+                if weight.data_ptr() != place.data_ptr():
+                    place.copy_(weight)
+                    weight.data = place
 
     def _components(self) -> dict[str, nn.Module]:
         """The pipeline's networks that LoRAs may change, by name."""

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
-import transformers
 
 from batchgen.cost import Measurement
 from batchgen.engine.attention import attention
@@ -25,14 +23,13 @@ from batchgen.engine.devices import (
 )
 from batchgen.engine.engine import Engine
 from batchgen.engine.loras import Loras
-from batchgen.errors import BatchgenError, UsageError
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
 from batchgen.models.fitting import check_keys
 from batchgen.models.folder import BUILT_IN, facts_of, find_model
-from batchgen.models.loading import load_replaced
+from batchgen.models.loading import load_pipeline
 from batchgen.models.lora_files import lora_sets
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
@@ -137,25 +134,9 @@ def judge(made: Any, row: Row) -> Pixels | Fault:
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a checked folder: safetensors only, no code from the folder. Raises UsageError for weights that
-    cannot be read."""
-    without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        with quiet_libraries():
-            made = getattr(diffusers, folder.family).from_pretrained(
-                folder.path,
-                torch_dtype=dtype,
-                variant=folder.variant,
-                use_safetensors=True,
-                local_files_only=True,
-                **without,
-                **load_replaced(folder, dtype),
-            )
-    except BatchgenError:
-        raise
-    except Exception as error:  # The libraries raise what they like over files that are not as they should be.
-        raise UsageError(f"model {folder.name!r} cannot be loaded from {folder.path}: {error}") from error
+    """The pipeline of a checked folder, on the device: safetensors only, no code from the folder. Raises UsageError for
+    weights that cannot be read or do not fill the networks, or if a package is lacking."""
+    with quiet_libraries():
+        made = load_pipeline(folder, dtype)
     made.set_progress_bar_config(disable=True)
     return made.to(device)

@@ -57,7 +57,7 @@ def checked(folder: ModelFolder) -> ModelFolder:
     weights: list[str] = []
     for name, component in components.items():
         if component.is_tokenizer and not folder.is_generic:
-            files += _tokenizer_files(path, name)
+            files += _tokenizer_files(path, name, component)
         if component.weights is not None and name not in folder.in_checkpoint:
             weights += _weight_files(folder, name, component)
     if folder.variant and not any(f".{folder.variant}" in Path(name).name for name in weights):
@@ -126,16 +126,17 @@ def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
         )
 
 
-def _tokenizer_files(path: Path, component: str) -> list[str]:
-    vocabularies = [name for name in _VOCABULARIES if (path / component / name).is_file()]
+def _tokenizer_files(path: Path, name: str, component: Component) -> list[str]:
+    allowed = (component.vocabulary,) if component.vocabulary else _VOCABULARIES
+    vocabularies = [file for file in allowed if (path / name / file).is_file()]
     if not vocabularies:
-        raise UsageError(f"model folder {path} lacks {component}/{f' or {component}/'.join(_VOCABULARIES)}")
+        raise UsageError(f"model folder {path} lacks {name}/{f' or {name}/'.join(allowed)}")
     if "tokenizer.json" in vocabularies:
         # It holds all that a .model file does, and is what is read.
-        vocabularies = [name for name in vocabularies if not name.endswith(".model")]
+        vocabularies = [file for file in vocabularies if not file.endswith(".model")]
     others = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-    found = vocabularies + [name for name in others if (path / component / name).is_file()]
-    return [f"{component}/{name}" for name in found]
+    found = vocabularies + [file for file in others if (path / name / file).is_file()]
+    return [f"{name}/{file}" for file in found]
 
 
 def _weight_files(folder: ModelFolder, name: str, component: Component) -> list[str]:

@@ -102,7 +102,7 @@ class ModelFolder:
     @property
     def encoders(self) -> tuple[str, ...]:
         """The text encoders."""
-        return tuple(name for name, one in self.components.items() if one.library == "transformers" and one.weights)
+        return tuple(name for name, one in self.components.items() if name.startswith("text_encoder") and one.weights)
 
     @property
     def paths(self) -> dict[str, Path]:

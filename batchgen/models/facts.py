@@ -98,10 +98,17 @@ class Facts:
     """Where the text's length follows the prompt."""
     strength: float | None = None
     """The default of that column for a row with an init image; None where the family takes no init image."""
+    upcasts_vae: bool = False
+    """Whether the VAE of a float16 model is float32 where its configuration says that it overflows in float16
+    (`force_upcast`)."""
     makes_cut_step: bool = False
     """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
     reads: Callable[[str], str] = str
     """What the tokenizer is given of a prompt; what that adds to every prompt does not count."""
+    reads_negative: Callable[[str], str] | None = None
+    """Likewise of a negative prompt, where that is something else."""
+    is_added_within: bool = False
+    """Whether what `reads` adds takes its part of `prompt_tokens`."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""
@@ -132,6 +139,11 @@ class Facts:
     def skips(self, row: Row) -> int | None:
         """`skipped` of one row; None without an init image."""
         return None if row.init is None else int(self.skipped(row.steps, row.strength))
+
+    def evaluations(self, sampler: str, steps: int, strength: float | None) -> int:
+        """Model evaluations of a row with one of `samplers`; its strength is None without an init image."""
+        skipped = 0 if strength is None else int(self.skipped(steps, strength))
+        return self.samplers[sampler].evaluations_after(steps, skipped)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from batchgen.models import demo, facts, hashes, lora_files, replacing, signatur
 from batchgen.models.completeness import CONVERT, UNCHECKED, checked
 from batchgen.models.contents import ModelFolder, read_of
 from batchgen.models.hub import cached
-from batchgen.models.reading import read_json
+from batchgen.models.reading import absolute, read_json
 from batchgen.models.replacing import replaced
 from batchgen.weights import Model
 
@@ -42,11 +42,11 @@ def _place(model: Model, has_checker: bool, single: Model | None = None) -> Mode
     with resumable(local):
         is_folder, is_file = local.is_dir(), local.is_file()
     if is_file:
-        return _of_single_file(model, local.resolve(), has_checker)
+        return _of_single_file(model, absolute(local), has_checker)
     _refuse_idle(model, ("config",), "only a single .safetensors file takes its configuration from elsewhere")
     if is_folder:
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
-        return ModelFolder(model.path, local.resolve(), model.variant, None, (), has_checker)
+        return ModelFolder(model.path, absolute(local), model.variant, None, (), has_checker)
     if not is_hub_id(model):
         near = [one for one in difflib.get_close_matches(model.path, BUILT_IN, n=1) if one != model.path]
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
@@ -88,7 +88,7 @@ def located(model: Model) -> Model:
     """The same model for processes that start in another folder."""
     given = {"path": model.path, "config": model.config}
     local = {
-        key: str(path.resolve())
+        key: str(absolute(path))
         for key, name in given.items()
         if name is not None and name not in BUILT_IN and (path := Path(name).expanduser()).exists()
     }

@@ -13,6 +13,7 @@ from batchgen.memory import Demand
 from batchgen.models.checkpoints import tensors_of
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Config, Facts
+from batchgen.models.generic import vae_scale
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _DECODED = 8.25
@@ -28,6 +29,10 @@ _UNKNOWN = 600.0
 """Bytes a pixel in half precision, of a network whose configuration says neither."""
 _TEXTS = 32
 """Encoded at once on a GPU."""
+_TILE = 512
+"""Pixels along a side of a decoder's tile, where its configuration does not say."""
+_WITH_FLOAT32 = ("T5EncoderModel", "UMT5EncoderModel")
+"""Text encoders of which transformers keeps a part in float32 where the rest is in float16."""
 
 
 def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
@@ -42,33 +47,33 @@ def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
     }
     network, vae = weights.pop(folder.layout.network, 0), weights.pop("vae", 0)
     configs = folder.configs
-    scale = max(1, 2 ** (len(configs.get("vae", {}).get("block_out_channels", (0,) * 4)) - 1))
-    token_pixels, token = _token(configs.get(folder.layout.network, {}), configs.get("vae", {}), scale)
+    vae_config = configs.get("vae", {})
+    scale = vae_scale(vae_config)
+    token_pixels, token = _token(configs.get(folder.layout.network, {}), vae_config, scale)
     value = _BYTES[dtype]
-    side = scale * 64 if not configs.get("vae", {}).get("sample_size") else configs["vae"]["sample_size"]
     return Demand(
         network=network,
         vae=vae,
         encoders=sum(weights.values()),
         row_pixel=value * token / token_pixels,
         row=value * token * (facts.text_length or 0) if token_pixels > scale**2 else 0.0,
-        decoded_pixel=_BYTES[vae_dtype] * _DECODED * _width(configs.get("vae", {})),
+        decoded_pixel=_BYTES[vae_dtype] * _DECODED * _width(vae_config),
         encoding=sum(_encoding(configs[name], facts, value) for name in weights if name in configs),
-        tile=side**2,
+        tile=(vae_config.get("sample_size") or _TILE) ** 2,
         dtype=dtype,
+        has_choices=not folder.is_generic,
     )
 
 
 def _vae_dtype(folder: ModelFolder, facts: Facts, dtype: str) -> str:
-    is_upcast = facts.family == "stable-diffusion-xl" and dtype == "float16"
+    is_upcast = facts.upcasts_vae and dtype == "float16"
     return "float32" if is_upcast and folder.config("vae").get("force_upcast", True) else dtype
 
 
 def _weights_bytes(folder: ModelFolder, component: str, dtype: str) -> int:
-    """transformers keeps a part of T5 in float32 where the rest is in float16."""
-    is_t5 = dtype == "float16" and folder.components[component].classes[0] == "T5EncoderModel"
+    is_mixed = dtype == "float16" and folder.components[component].classes[0] in _WITH_FLOAT32
     return sum(
-        number * (4 if is_t5 and name == "wo" else _BYTES[dtype])
+        number * (4 if is_mixed and name == "wo" else _BYTES[dtype])
         for name, number in _parameters(folder)[component].items()
     )
 
@@ -103,7 +108,7 @@ def _token(network: Config, vae: Config, scale: int) -> tuple[int, float]:
         return scale**2, _UNET * network["block_out_channels"][0]
     width = network.get("num_attention_heads", 0) * network.get("attention_head_dim", 0)
     width = width or network.get("hidden_size") or network.get("dim") or 0
-    patch = network.get("patch_size", 1)
+    patch = network.get("patch_size") or network.get("all_patch_size", (1,))[0]
     if not (width and isinstance(patch, int)):
         return 1, _UNKNOWN / 2
     is_packed = network.get("in_channels") == 4 * vae.get("latent_channels", 0)
@@ -122,8 +127,8 @@ def _encoding(config: Config, facts: Facts, value: int) -> float:
     config = cast(Config, config.get("text_config") or config)
     is_t5 = "d_model" in config
     width = config.get("d_model") or config.get("hidden_size") or 0
-    inner = config.get("d_ff") or config.get("intermediate_size") or 4 * width
+    inner = config.get("d_ff") or config.get("intermediate_size") or config.get("ffn_hidden_size") or 4 * width
     heads = config.get("num_heads") or config.get("num_attention_heads") or 0
-    layers = 2 if is_t5 else config.get("num_hidden_layers", 0)
+    layers = 2 if is_t5 else config.get("num_hidden_layers") or config.get("num_layers", 0)
     length = facts.text_length or 512
     return _TEXTS * length * value * (heads * length + 4 * inner + (4 + layers) * width)

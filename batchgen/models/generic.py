@@ -72,7 +72,7 @@ def facts(pipeline: str, configs: Mapping[str, Config], network: str) -> Facts:
     """What planning must know of a pipeline class, from its signature and its components' configurations."""
     taken = signatures.parameters(pipeline)
     assert taken is not None, "a folder is checked before"
-    scheduler, scale = configs.get("scheduler", {}), _scale(configs.get("vae", {}))
+    scheduler, scale = configs.get("scheduler", {}), vae_scale(configs.get("vae", {}))
     sampler = str(scheduler.get("_class_name", "own"))
     side = configs.get(network, {}).get("sample_size")
     default = side * scale if isinstance(side, int) else _SIDE
@@ -107,7 +107,7 @@ def _number(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _scale(vae: Config) -> int:
+def vae_scale(vae: Config) -> int:
     """Pixels along a side of each latent, by the keys that diffusers' autoencoders have."""
     if "encoder_block_out_channels" in vae:
         return int(2 ** (len(vae["encoder_block_out_channels"]) - 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from batchgen.errors import UsageError
 from batchgen.models import hashes
+from batchgen.models.reading import absolute
 from batchgen.weights import LoraFile, Model
 from batchgen.wording import first_line, listed
 
@@ -57,20 +58,20 @@ def fetch(model: Model) -> Iterator[Path]:
 
 def _absolute(file: LoraFile) -> LoraFile:
     path = Path(file.path).expanduser()
-    return file.model_copy(update={"path": str(path.resolve())}) if path.exists() else file
+    return file.model_copy(update={"path": str(absolute(path))}) if path.exists() else file
 
 
 def _found(name: str, file: LoraFile) -> Path:
     place = Path(file.path).expanduser()
     if place.is_file():
         _refuse_idle(name, file, "weight_name", "revision")
-        return place.resolve()
+        return absolute(place)
     if place.is_dir():
         _refuse_idle(name, file, "revision")
     else:
         place = _cached(name, file)
     if file.weight_name is not None:
-        return place.resolve() / file.weight_name
+        return absolute(place) / file.weight_name
     files = sorted(place.glob(_LIKE))
     if len(files) != 1:
         raise UsageError(_which(name, file, [one.name for one in files]))

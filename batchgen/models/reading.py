@@ -1,4 +1,4 @@
-"""JSON files of a model folder."""
+"""Files of models: where they are, and the JSON of some."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
+
+
+def absolute(path: Path) -> Path:
+    """A path that is good in any folder, links on the way followed. A file keeps its own name: in the hub's cache that
+    is a link's, and what it leads to has no ending."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.models import signatures
 from batchgen.models.layouts import Component
-from batchgen.models.reading import read_json
+from batchgen.models.reading import absolute, read_json
 from batchgen.weights import Model
 from batchgen.wording import first_line, listed
 
@@ -112,7 +112,7 @@ def located(model: Model) -> Model:
     """The same model for processes that start in another folder."""
     told = {key: getattr(model, key) for key in ("vae", "scheduler")}
     paths = {key: Path(value).expanduser() for key, value in told.items() if value is not None}
-    return model.model_copy(update={key: str(path.resolve()) for key, path in paths.items() if path.exists()})
+    return model.model_copy(update={key: str(absolute(path)) for key, path in paths.items() if path.exists()})
 
 
 def fetch(model: Model) -> None:
@@ -140,7 +140,7 @@ def _scheduler(name: str) -> tuple[Path | None, str]:
             raise UsageError(f"model.scheduler: folder {path} holds no {_SCHEDULER}; name the file")
         if "_class_name" not in read_json(file):
             raise UsageError(f"model.scheduler: {file} has no _class_name, so it is no {_SCHEDULER} of diffusers")
-        return file.resolve(), ""
+        return absolute(file), ""
     if not re.fullmatch(r"\w+Scheduler", name):
         raise UsageError(
             f"model.scheduler = {name!r} is neither a file or folder here nor the class of a diffusers scheduler, such "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from batchgen.wording import counted
+from batchgen.wording import counted, shorten
 
 
 @click.command()
@@ -65,4 +65,7 @@ def sheet(
 
     target = out or directory / "sheet.png"
     shown = write_sheet(RunDirectory(directory), target, rows, selection(where, ids), title)
-    click.echo(f"{counted(shown, 'picture')} in {target}")
+    click.echo(f"{counted(shown.num_pictures, 'picture')} in {target}")
+    if shown.missing_letters:
+        letters = shorten(shown.missing_letters, 20)
+        click.echo(f"no font here has {letters}: boxes stand for them until one that has them is installed", err=True)

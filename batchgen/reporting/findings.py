@@ -47,7 +47,8 @@ def group_labels(groups: Sequence[Group]) -> list[str]:
     samplers = [f", {sampler_text(group)}" for group in groups]
     if len(set(samplers)) == 1:
         samplers = [""] * len(groups)
+    loras = [f", LoRA set {group.lora}" if group.lora else "" for group in groups]
     return [
-        f"{group.width}×{group.height}, {'guided' if group.is_guided else 'unguided'}{sampler}{group.lengths}"
-        for group, sampler in zip(groups, samplers, strict=True)
+        f"{group.width}×{group.height}, {'guided' if group.is_guided else 'unguided'}{sampler}{group.lengths}{lora}"
+        for group, sampler, lora in zip(groups, samplers, loras, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,10 +12,11 @@ import pyarrow as pa
 from batchgen.ledger import Ledger, Receipt
 from batchgen.plan_index import PlanIndex
 from batchgen.plan_reader import PlanReader
+from batchgen.records import Group
 
-_COLUMNS = ("group", "batch", "batch_size", "sampler", "steps")
-Evaluations = Callable[[str, int], int]
-"""Model evaluations by sampler and step count."""
+_COLUMNS = ("group", "batch", "batch_size", "sampler", "steps", "strength")
+Evaluations = Callable[[str, int, float | None], int]
+"""Model evaluations by sampler, step count and, of a row with an init image, strength; 0 where they are not known."""
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class BucketCount:
 class PlanCounts:
     """All groups by number, all buckets by group and batch size, and the committed receipts, which hold no rows."""
 
+    alike: npt.NDArray[np.int64]
+    """The number that each group counts under: a plan that was appended has groups of those before it again."""
     groups: dict[int, GroupCount] = field(default_factory=dict)
     buckets: dict[tuple[int, int], BucketCount] = field(default_factory=dict)
     receipts: list[Receipt] = field(default_factory=list)
@@ -72,9 +75,10 @@ class PlanCounts:
 
 def count_plan(index: PlanIndex, reader: PlanReader, ledger: Ledger, evaluations: Evaluations | None) -> PlanCounts:
     """Read the plan and the receipts once, a shard at a time; `evaluations` is None where it cannot be told."""
-    counts = PlanCounts()
+    counts = PlanCounts(_alike(index.groups))
     for shard, num_rows in zip(index.shards, index.shard_rows, strict=True):
         table = reader.shard(shard, _COLUMNS)
+        group = counts.alike[table["group"].to_numpy()]
         here = index.rows(shard)
         is_here = np.zeros(num_rows, bool)
         is_here[sorted(here)] = True
@@ -82,8 +86,8 @@ def count_plan(index: PlanIndex, reader: PlanReader, ledger: Ledger, evaluations
         ok = frozenset(row for one in state.committed for row in one.ok) & here
         failed = frozenset(row for one in state.committed for row in one.failed) & here
         counts.cut += len(frozenset(row for one in state.committed for row in one.cut) & here)
-        _count_groups(counts, table["group"].to_numpy(), is_here, _mask(ok, num_rows), _mask(failed, num_rows))
-        _count_buckets(counts, table, is_here, _mask(ok, num_rows), evaluations)
+        _count_groups(counts, group, is_here, _mask(ok, num_rows), _mask(failed, num_rows))
+        _count_buckets(counts, table, group, is_here, _mask(ok, num_rows), evaluations)
         # Whose rows all count elsewhere is of no interest; nobody else's rows are held.
         counts.receipts += [
             replace(one, ok=(), failed=(), cut=())
@@ -91,15 +95,23 @@ def count_plan(index: PlanIndex, reader: PlanReader, ledger: Ledger, evaluations
             if not here.isdisjoint(one.ok + one.failed)
         ]
     for work in index.buckets:
-        if (work.group, work.size) in counts.buckets:
-            counts.buckets[work.group, work.size].lane_evaluations += work.size * work.evaluations
+        if bucket := counts.buckets.get((int(counts.alike[work.group]), work.size)):
+            bucket.lane_evaluations += work.size * work.evaluations
     return counts
 
 
-def planned_columns(reader: PlanReader, shard: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Group and batch size of each row of a shard."""
+def _alike(groups: Sequence[Group]) -> npt.NDArray[np.int64]:
+    """The first number of each group."""
+    numbers: dict[Group, int] = {}
+    return np.array([numbers.setdefault(group, number) for number, group in enumerate(groups)], np.int64)
+
+
+def planned_columns(
+    counts: PlanCounts, reader: PlanReader, shard: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Group, by the number that it counts under, and batch size of each row of a shard."""
     table = reader.shard(shard, ("group", "batch_size"))
-    return table["group"].to_numpy().astype(np.int64), table["batch_size"].to_numpy().astype(np.int64)
+    return counts.alike[table["group"].to_numpy()], table["batch_size"].to_numpy().astype(np.int64)
 
 
 Flags = npt.NDArray[np.bool_]
@@ -111,7 +123,7 @@ def _mask(rows: frozenset[int], num_rows: int) -> Flags:
     return mask
 
 
-def _count_groups(counts: PlanCounts, group: npt.NDArray[np.int32], here: Flags, ok: Flags, failed: Flags) -> None:
+def _count_groups(counts: PlanCounts, group: npt.NDArray[np.int64], here: Flags, ok: Flags, failed: Flags) -> None:
     for number in np.unique(group).tolist():
         is_it = group == number
         one = counts.groups.setdefault(number, GroupCount())
@@ -121,14 +133,19 @@ def _count_groups(counts: PlanCounts, group: npt.NDArray[np.int32], here: Flags,
 
 
 def _count_buckets(
-    counts: PlanCounts, table: pa.Table, here: Flags, ok: Flags, evaluations: Evaluations | None
+    counts: PlanCounts,
+    table: pa.Table,
+    group: npt.NDArray[np.int64],
+    here: Flags,
+    ok: Flags,
+    evaluations: Evaluations | None,
 ) -> None:
     batch = table["batch"].to_numpy()
     starts = np.flatnonzero(np.append(True, batch[1:] != batch[:-1]))
     rows, left = np.diff(np.append(starts, len(batch))), np.add.reduceat(here.astype(np.int64), starts)
     made = np.add.reduceat(ok.astype(np.int64), starts)
     num = np.add.reduceat(_evaluations_of(table, evaluations), starts)
-    group, size = table["group"].to_numpy()[starts], table["batch_size"].to_numpy()[starts]
+    group, size = group[starts], table["batch_size"].to_numpy()[starts]
     for key in _distinct(group, size):
         is_it = (group == key[0]) & (size == key[1])
         one = counts.buckets.setdefault(key, BucketCount())
@@ -139,7 +156,7 @@ def _count_buckets(
         one.evaluations += int(num[is_it].sum())
 
 
-def _distinct(group: npt.NDArray[np.int32], size: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+def _distinct(group: npt.NDArray[np.int64], size: npt.NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     return ((int(one), int(other)) for one, other in np.unique(np.stack([group, size], 1), axis=0))
 
 
@@ -147,6 +164,6 @@ def _evaluations_of(table: pa.Table, evaluations: Evaluations | None) -> npt.NDA
     """Of each row, 0 where they are not known."""
     if evaluations is None:
         return np.zeros(len(table), np.int64)
-    samplers, steps = table["sampler"].to_pylist(), table["steps"].to_pylist()
-    known = {pair: evaluations(*pair) for pair in set(zip(samplers, steps, strict=True))}
-    return np.array([known[pair] for pair in zip(samplers, steps, strict=True)], np.int64)
+    rows = list(zip(*(table[name].to_pylist() for name in ("sampler", "steps", "strength")), strict=True))
+    known = {row: evaluations(*row) for row in set(rows)}
+    return np.array([known[row] for row in rows], np.int64)

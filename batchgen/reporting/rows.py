@@ -75,7 +75,7 @@ def count_rows(
             counts.unreadable.append(str(error))
             continue
         spending.add(receipt, len(table))
-        group, size = planned_columns(reader, receipt.shard)
+        group, size = planned_columns(plan, reader, receipt.shard)
         rows = table["index"].to_numpy()
         is_ok = table["status"].to_numpy(zero_copy_only=False) == "ok"
         table = table.append_column(GROUP, pa.array(group[rows]))

@@ -62,7 +62,7 @@ def _evaluations(run: RunDirectory, index: PlanIndex) -> Evaluations | None:
         facts = facts_of(load_stored(index.job, run.plans / "0.json").model)
     except UsageError:
         return None
-    return lambda sampler, steps: facts.sampler_facts(sampler).evaluations(steps)
+    return lambda sampler, *row: facts.evaluations(sampler, *row) if sampler in facts.samplers else 0
 
 
 def _rejected(run: RunDirectory, index: PlanIndex) -> list[str]:

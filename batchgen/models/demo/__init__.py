@@ -72,18 +72,28 @@ def tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=TEXT_LENGTH)
 
 
-def build(unet: dict[str, Any] = UNET, scheduler: dict[str, Any] = SCHEDULER, seed: int = 0) -> Any:
-    """The pipeline, float32 on the CPU, its weights drawn from the seed."""
+def build(
+    unet: dict[str, Any] = UNET,
+    scheduler: dict[str, Any] = SCHEDULER,
+    seed: int = 0,
+    *,
+    vae: dict[str, Any] = VAE,
+    text: dict[str, Any] = TEXT,
+    words: Any = None,
+) -> Any:
+    """The pipeline of these networks, float32 on the CPU, its weights drawn from the seed; `words` is its tokenizer, by
+    default `tokenizer`'s, and says how many the text encoder knows."""
     import diffusers
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
 
+    words = tokenizer() if words is None else words
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return diffusers.StableDiffusionPipeline(
-            vae=diffusers.AutoencoderKL(**VAE).eval(),
-            text_encoder=CLIPTextModel(CLIPTextConfig(**TEXT)).eval(),
-            tokenizer=tokenizer(),
+            vae=diffusers.AutoencoderKL(**vae).eval(),
+            text_encoder=CLIPTextModel(CLIPTextConfig(**{**text, "vocab_size": len(words)})).eval(),
+            tokenizer=words,
             unet=diffusers.UNet2DConditionModel(**unet).eval(),
             scheduler=getattr(diffusers, scheduler["_class_name"]).from_config(scheduler),
             safety_checker=None,

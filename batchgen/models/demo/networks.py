@@ -15,9 +15,8 @@ from typing import Any
 
 import diffusers
 import torch
-from transformers import CLIPTextConfig, CLIPTextModel
 
-from batchgen.models.demo import TEXT_LENGTH
+from batchgen.models import demo
 from batchgen.models.demo.words import trained_tokenizer
 
 VAE: dict[str, Any] = {
@@ -50,7 +49,7 @@ TEXT: dict[str, Any] = {
     "intermediate_size": 768,
     "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "max_position_embeddings": TEXT_LENGTH,
+    "max_position_embeddings": demo.TEXT_LENGTH,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 1,
@@ -72,20 +71,7 @@ SCHEDULER: dict[str, Any] = {
 
 def build(texts: Iterable[str], seed: int = 0) -> Any:
     """The untrained pipeline, float32 on the CPU, with a tokenizer for the texts' words."""
-    words = trained_tokenizer(texts)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        text = CLIPTextConfig(**TEXT, vocab_size=len(words))
-        return diffusers.StableDiffusionPipeline(
-            vae=diffusers.AutoencoderKL(**VAE),
-            text_encoder=CLIPTextModel(text),
-            tokenizer=words,
-            unet=diffusers.UNet2DConditionModel(**UNET),
-            scheduler=getattr(diffusers, SCHEDULER["_class_name"]).from_config(SCHEDULER),
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
+    return demo.build(UNET, SCHEDULER, seed, vae=VAE, text=TEXT, words=trained_tokenizer(texts))
 
 
 def open_pipeline(folder: Path) -> Any:
