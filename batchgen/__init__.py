@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,13 @@ def load_job(path: str | Path | None = None, overrides: Sequence[str] = ()) -> J
     """The job of a TOML file, or of defaults, with `table.key=value` overrides as `--set` takes them. Raises
     errors.UsageError."""
     from batchgen import job
+    from batchgen.errors import UsageError
 
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(one, str) for one in overrides):
+        raise UsageError(f"overrides are a list of texts, such as ['sampling.steps=30'], and not {overrides!r}")
+    if not isinstance(path, str | PathLike | None):
+        raise UsageError(f"load_job takes the path of a job file, and not {_kind(path)}; overrides are for single keys")
     return job.load_job(path, overrides)
 
 
@@ -38,7 +45,7 @@ def plan(
     Raises errors.UsageError."""
     from batchgen.planned import plan_manifest
 
-    return plan_manifest(_names(manifest), job or load_job(), on_reading)
+    return plan_manifest(_names(manifest), _checked(job), on_reading)
 
 
 def run(
@@ -63,7 +70,7 @@ def run(
     from batchgen.progress import reading_bar, showing
     from batchgen.runner import Terms, default_directory, run_job
 
-    names, job = _names(manifest), job or load_job()
+    names, job = _names(manifest), _checked(job)
     terms = terms or Terms(on_reading=reading_bar(), progress=showing)
     if seats := seats_of(None if gpus is None else str(gpus), workers, job):
         terms = replace(terms, workforce=workforce(seats))
@@ -71,4 +78,27 @@ def run(
 
 
 def _names(manifest: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
-    return [manifest] if isinstance(manifest, str | Path) else manifest
+    from batchgen.errors import UsageError
+
+    if isinstance(manifest, str | PathLike):
+        return [manifest]
+    # A list of texts is one, a data frame and a table are none, though columns may be gone through.
+    if not (isinstance(manifest, Sequence) and all(isinstance(one, str | PathLike) for one in manifest)):
+        raise UsageError(
+            f"a manifest is the path of a Parquet file, or a list of such, and not {_kind(manifest)}; write rows to "
+            "one first, as by pyarrow.parquet.write_table(table, 'prompts.parquet')"
+        )
+    return manifest
+
+
+def _checked(job: Job | None) -> Job:
+    from batchgen.errors import UsageError
+    from batchgen.job import Job
+
+    if not isinstance(job, Job | None):
+        raise UsageError(f"job is what load_job gives, as load_job('job.toml') does, and not {_kind(job)}")
+    return job or load_job()
+
+
+def _kind(value: object) -> str:
+    return f"of type {type(value).__name__}"

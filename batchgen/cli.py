@@ -68,9 +68,7 @@ def cli(context: click.Context) -> None:
     metavar="all|N|0,2",
     help="A process on each of these GPUs: all, the first N, or by number [default: this process, on the first].",
 )
-@click.option(
-    "--workers", type=click.IntRange(1, 64), metavar="N", help="So many processes on one device, such as the CPU."
-)
+@click.option("--workers", type=int, metavar="N", help="So many processes on one device, such as the CPU.")
 def run(
     manifest: tuple[str, ...],
     out: Path | None,

@@ -43,6 +43,15 @@ class Expansion:
         return bool(self.grid or self.sizes or self.one_size or self.num_images or self.templates)
 
     @property
+    def image_folder(self) -> Path | None:
+        """Where relative paths of a grid over `image` begin: in the folder of its list, or in the current one."""
+        told = {name: values for name, _, values in (option.partition("=") for option in self.grid)}
+        values = told.get("image")
+        if values is None:
+            return None
+        return Path(values[1:]).parent if values.startswith("@") else Path()
+
+    @property
     def makes_prompts(self) -> bool:
         """Whether rows have prompts that the source knows nothing of."""
         return bool(self.templates) or any(option.startswith("prompt=") for option in self.grid)

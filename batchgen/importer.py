@@ -82,8 +82,11 @@ def import_rows(
         product = Product(recipe(expansion, list(renamed.values()), source), source or "the grid")
         product.read(lambda: table.batches(renamed, []))
         batches = product.rows(batches)
+    folder = expansion.image_folder
     if source is not None and Path(source).is_file() and "image" in renamed.values():
-        batches = _anchored(batches, Path(source).parent, out.parent, notes)
+        folder = Path(source).parent
+    if folder is not None:
+        batches = _anchored(batches, folder, out.parent, notes)
     with _in_place(out) as temporary:
         rows, names = _write(batches, temporary, source)
     return Imported(rows, names, tuple(notes))
@@ -92,12 +95,12 @@ def import_rows(
 def _anchored(
     batches: Iterator[pa.RecordBatch], folder: Path, target: Path, notes: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows with paths of init images that hold in the manifest too, wherever it lies: relative ones begin in the
-    source's folder, and are whole where the manifest is written to another."""
+    """The rows with paths of init images that hold in the manifest too, wherever it lies: relative ones begin in
+    `folder`, and are whole where the manifest is written to another."""
     is_elsewhere, num = folder.resolve() != target.resolve(), 0
     for batch in batches:
         names = batch.column("image").to_pylist() if is_elsewhere else []
-        whole = [name if name is None or "://" in name else os.path.abspath(folder / name) for name in names]
+        whole = [name if name is None or "://" in name else str((folder / name).absolute()) for name in names]
         num += sum(one != name for one, name in zip(whole, names, strict=True))
         yield (
             batch.set_column(batch.schema.get_field_index("image"), "image", pa.array(whole, pa.string()))

@@ -27,6 +27,7 @@ from batchgen.stopping import Stop
 from batchgen.timeleft import OUT_OF_TIME
 from batchgen.wording import counted
 
+MAX_WORKERS = 64
 POLL_S = 0.1
 END_S = 30.0
 """Until a worker is asked to stop that has nothing left to do; beyond the grace, until one that was asked is killed."""
@@ -64,11 +65,9 @@ def seats_of(gpus: str | None, workers: int | None, job: Job) -> tuple[Seat, ...
         raise UsageError("--gpus starts a worker for each GPU, --workers so many on one device; leave one out")
     if gpus is not None:
         return gpu_seats(choose_gpus(gpus, visible_gpus()), job)
-    if workers is None:
-        return ()
-    if workers < 1:
-        raise UsageError(f"--workers {workers} is not usable: it takes a number from 1; leave it out for one process")
-    return worker_seats(workers)
+    if workers is not None and not (type(workers) is int and 1 <= workers <= MAX_WORKERS):
+        raise UsageError(f"--workers {workers!r} is not usable: it takes a whole number from 1 to {MAX_WORKERS}")
+    return worker_seats(workers or 0)
 
 
 def gpu_seats(gpus: tuple[str, ...], job: Job) -> tuple[Seat, ...]:

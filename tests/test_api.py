@@ -80,3 +80,46 @@ def test_a_notebook_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (3, 3, "success") in [(one["value"], one["max"], one["bar_style"]) for one in bars]
     assert "100%" in texts
     assert any(re.fullmatch(r" 3/3 images, in \d\d:\d\d, 0 failed, 0 captures", text) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda job: batchgen.load_job(5), "takes the path of a job file, and not of type int"),
+        (lambda job: batchgen.load_job({"model": {}}), "and not of type dict; overrides are for single keys"),
+        (lambda job: batchgen.load_job(None, "model.path=pattern"), "overrides are a list of texts"),
+        (lambda job: batchgen.load_job(None, [5]), "overrides are a list of texts"),
+        (lambda job: batchgen.load_job(None, None), "overrides are a list of texts"),
+        (lambda job: batchgen.load_job(None, {"model.path": "pattern"}), "overrides are a list of texts"),
+        (lambda job: batchgen.plan("m.parquet", "job.toml"), "job is what load_job gives, .* not of type str"),
+        (lambda job: batchgen.run("m.parquet", "out", {}), "job is what load_job gives, .* not of type dict"),
+        (lambda job: batchgen.plan(5, job), "a manifest is the path of a Parquet file, .* not of type int"),
+        (lambda job: batchgen.plan(pa.table({"prompt": ["a"]}), job), "not of type Table; write rows to one first"),
+        (lambda job: batchgen.plan([{"prompt": "a"}], job), "not of type list; write rows to one first"),
+        (lambda job: batchgen.plan(b"m.parquet", job), "not of type bytes"),
+        (lambda job: batchgen.plan("", job), "a name is empty; name a file, or . for the folder that you are in"),
+        (lambda job: batchgen.plan([], job), "no file was named"),
+        *(
+            (lambda job, workers=workers: batchgen.run("m.parquet", "out", job, workers=workers), "from 1 to 64")
+            for workers in (0, -2, 1.5, "2", True, 65)
+        ),
+    ],
+)
+def test_wrong_types_are_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs.prompts(tmp_path / "m.parquet", 1)
+    with pytest.raises(UsageError, match=why):
+        call(batchgen.load_job(None, ["model.path=pattern"]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of the shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    runs.prompts(tmp_path / "m.parquet", 1)
+    for command in ("plan", "run"):
+        ended = runs.batchgen(command, "", "--model", "pattern")
+        assert ended.code == 2
+        assert "a name is empty" in ended.err

@@ -23,6 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from batchgen import init_images, pictures
 from batchgen.checks import Rules
 from batchgen.errors import Interrupted, UsageError
+from batchgen.expansion import Expansion
 from batchgen.importer import import_rows
 from batchgen.models.facts import PATTERN
 from batchgen.records import Failure, Image, InitImage
@@ -385,6 +386,21 @@ def test_paths_of_a_table_are_whole_where_its_manifest_lies_elsewhere(tmp_path: 
     for place in (folder / "beside.parquet", tmp_path / "other/m.parquet"):
         assert runs.run(place, tmp_path / place.stem).code == 0
     assert runs.pixels(tmp_path / "beside") == runs.pixels(tmp_path / "m")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_paths_of_a_grid_are_whole_where_its_manifest_lies_elsewhere(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """They begin in the folder of their list, or in the one where the command is given."""
+    (folder / "list.txt").write_text(f"{PATHS[0]}\n{folder / 'pictures/b.jpg'}\n")
+    monkeypatch.chdir(tmp_path if listed else folder)
+    grid = f"image=@{folder / 'list.txt'}" if listed else f"image={PATHS[0]},{folder / 'pictures/b.jpg'}"
+    (tmp_path / "other").mkdir()
+    done = import_rows(None, tmp_path / "other/m.parquet", expansion=Expansion(grid=(grid,), templates=("a fox",)))
+    assert [one.partition(",")[0] for one in done.notes] == ["paths in column image are whole now"]
+    found = pq.read_table(tmp_path / "other/m.parquet")["image"].to_pylist()
+    assert found == [str(folder / PATHS[0]), str(folder / "pictures/b.jpg")]
 
 
 def test_a_path_leads_where_the_disk_says(tmp_path: Path, folder: Path) -> None:
