@@ -43,7 +43,7 @@ def find_files(names: Sequence[str | Path]) -> tuple[Path, ...]:
     found: dict[Path, Path] = {}
     for name in names:
         if not str(name):
-            raise UsageError("manifest: an empty name was given; name a file, or . for the current folder")
+            raise UsageError("manifest: a name is empty; name a file, or . for the folder that you are in")
         for file in _files_of(name):
             if not is_utf8(file):
                 raise UsageError(f"manifest: the name of {str(file)!r} is not UTF-8; rename it")

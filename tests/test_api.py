@@ -97,7 +97,7 @@ def test_a_notebook_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (lambda job: batchgen.plan(pa.table({"prompt": ["a"]}), job), "not of type Table; write rows to one first"),
         (lambda job: batchgen.plan([{"prompt": "a"}], job), "not of type list; write rows to one first"),
         (lambda job: batchgen.plan(b"m.parquet", job), "not of type bytes"),
-        (lambda job: batchgen.plan("", job), "an empty name was given; name a file"),
+        (lambda job: batchgen.plan("", job), "a name is empty; name a file, or . for the folder that you are in"),
         (lambda job: batchgen.plan([], job), "no file was named"),
         *(
             (lambda job, workers=workers: batchgen.run("m.parquet", "out", job, workers=workers), "from 1 to 64")
@@ -122,4 +122,4 @@ def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: py
     for command in ("plan", "run"):
         ended = runs.batchgen(command, "", "--model", "pattern")
         assert ended.code == 2
-        assert "an empty name was given" in ended.err
+        assert "a name is empty" in ended.err

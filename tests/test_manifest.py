@@ -77,7 +77,7 @@ def test_a_name_without_a_file_is_told_what_is_there(files: Path, name: str, sen
 def test_an_empty_name_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     ended = runs.batchgen("plan", "")
-    assert (ended.code, "an empty name was given; name a file, or . for the current" in ended.err) == (2, True)
+    assert (ended.code, "a name is empty; name a file, or . for the folder that" in ended.err) == (2, True)
 
 
 @pytest.mark.parametrize(("number", "end"), [(10, "c09"), (11, "c09 and 1 more"), (13, "c09 and 3 more")])
