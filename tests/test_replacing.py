@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 
+from batchgen.engine import whole
 from batchgen.engine.whole import open_model
 from batchgen.errors import UsageError
 from batchgen.models import facts, signatures
@@ -74,6 +75,22 @@ def test_options_that_are_undone_or_that_no_step_can_be_made_with(scheduler: str
     words = (f"model.scheduler={scheduler}", f"model.scheduler_options={{{options}}}")
     with pytest.raises(UsageError, match=why):
         open_model(tiny.job(families.folder("sd1"), *words), None)
+
+
+def test_an_option_that_a_pipeline_of_no_family_undoes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one of diffusers' that sets the same keys as Stable Diffusion's."""
+
+    def undo(folder: Any, dtype: Any, device: Any) -> Any:
+        made = loaded(folder, dtype, device)
+        made.scheduler.register_to_config(beta_end=0.5)
+        return made
+
+    loaded = whole.load
+    job = tiny.job(families.folder("pag"), "model.scheduler_options={beta_end = 0.013}")
+    open_model(job, None)
+    monkeypatch.setattr(whole, "load", undo)
+    with pytest.raises(UsageError, match=r"beta_end = 0.013 has no effect: .* sets it to 0.5; leave it out"):
+        open_model(job, None)
 
 
 @pytest.mark.parametrize("kind", ["sd1", "sdxl", "sd3", "flux"])

@@ -94,24 +94,19 @@ class Samplers:
         """Try the scheduler that a job gives the model. Raises UsageError for an option that the model's pipeline has
         undone, and for a scheduler that cannot step."""
         own, name = self._own, type(self._own).__name__
-        for key, value in options.items():
-            if key != "_class_name" and own.config[key] != value:
-                raise UsageError(
-                    f"model.scheduler_options: {key} = {value!r} has no effect: the model's pipeline in diffusers sets "
-                    f"it to {own.config[key]!r}; leave it out"
-                )
+        check_options(own, options)
         facts = self._facts.sampler_facts(name)
         steps = next((one for one in range(self._facts.steps, 0, -1) if facts.makes(one)), None)
         if steps is None:
             return
-        random = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(0))
+        latents, prediction = torch.randn((2, 1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(0))
         try:
             scheduler = copy.deepcopy(own)
             schedule.set(scheduler, steps, "cpu")
             arguments = step_arguments(scheduler, torch.Generator("cpu"))
             for timestep in scheduler.timesteps:
-                random = scheduler.step(random, timestep, random, **arguments, return_dict=False)[0]
-            if not random.isfinite().all():
+                latents = scheduler.step(prediction, timestep, latents, **arguments, return_dict=False)[0]
+            if not latents.isfinite().all():
                 raise ValueError("its steps lead to NaN or Inf")
         except Exception as error:  # diffusers' schedulers raise what they like.
             raise UsageError(
@@ -128,6 +123,16 @@ class Samplers:
         except (ImportError, NotImplementedError, ValueError) as error:
             reason = first_line(error)
             raise UsageError(f"sampler {name!r} cannot be made of this model's scheduler: {reason}") from None
+
+
+def check_options(scheduler: Scheduler, options: Mapping[str, object]) -> None:
+    """Raises UsageError for a key that the model's pipeline has set to another value than the job."""
+    for key, value in options.items():
+        if key != "_class_name" and scheduler.config[key] != value:
+            raise UsageError(
+                f"model.scheduler_options: {key} = {value!r} has no effect: the model's pipeline in diffusers sets it "
+                f"to {scheduler.config[key]!r}; leave it out"
+            )
 
 
 def step_arguments(scheduler: Scheduler, generator: object) -> dict[str, object]:

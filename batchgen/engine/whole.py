@@ -23,6 +23,7 @@ from batchgen.engine.devices import (
 )
 from batchgen.engine.engine import Engine
 from batchgen.engine.loras import Loras
+from batchgen.engine.samplers import check_options
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
 from batchgen.models.contents import ModelFolder
@@ -54,6 +55,8 @@ class WholePipeline:
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
         self._pipeline = load(folder, dtype, self.device)
+        if folder.replaced.has_scheduler:
+            check_options(self._pipeline.scheduler, folder.replaced.scheduler)
         self._loras = Loras(self._pipeline, lora_sets(job.model), job.model.path)
         self._pipeline_s = 0.0
         self._attention = None if job.engine.attention == "auto" else job.engine.attention
