@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -178,9 +179,8 @@ class _Check:
         init = self._init_images()
         asked_width, width = self._size("width", job.width, facts.width, init)
         asked_height, height = self._size("height", job.height, facts.height, init)
-        self._refuse(
-            "height", self.is_good & (width * height > MAX_PIXELS), f"times width must be at most {MAX_PIXELS}"
-        )
+        is_large = self.is_good & (width * height > MAX_PIXELS)
+        self._refuse("height", is_large, f"times width must be at most {MAX_PIXELS}")
         steps = self._count("steps", job.steps or facts.steps)
         strength, skipped = self._strength(init, steps)
         num_images = self._count("num_images", job.num_images)
@@ -210,12 +210,15 @@ class _Check:
                 rule = f"cannot be made: {number} steps of {name} do not fit this model's schedule; {hint}"
                 self._refuse("steps", pairs == pair, rule, str(number))
 
-    def _refuse(self, column: str, is_bad: Bools, rule: str, default: str = "None") -> None:
-        """Note the rule for every row of the mask. `default` is the value where the manifest has no such column."""
+    def _refuse(self, column: str, is_bad: Bools, rule: str, in_force: npt.NDArray[Any] | str = "None") -> None:
+        """Note the rule for every row of the mask. `in_force`: the value, or each row's, where the cell is null."""
         show = shown_image if column == "image" else shown
-        for row in np.flatnonzero(is_bad):
-            value = show(self.columns[column][int(row)]) if column in self.columns else default
-            self.bad.append(BadCell(self.first_row + int(row), column, value, rule))
+        told = self.columns.get(column)
+        for row in np.flatnonzero(is_bad).tolist():
+            value = in_force if isinstance(in_force, str) else str(in_force[row])
+            if told is not None and is_given(told[row : row + 1]).all():
+                value = show(told[row])
+            self.bad.append(BadCell(self.first_row + row, column, value, rule))
         self.is_good &= ~is_bad
 
     def _text(self, column: str, default: str | None, *, is_required: bool = False) -> pa.Array:
@@ -287,23 +290,22 @@ class _Check:
         column = self.columns.get("strength", pa.nulls(self.num))
         found = strengths(column, has_image, np.where(self.is_good, steps, MAX_COUNTED_STEPS), facts, self.rules.job)
         for rule, is_bad in found.broken.items():
-            self._refuse("strength", is_bad, rule, f"{found.default:g}")
+            self._refuse("strength", is_bad, rule, found.values)
         return found.values, found.skipped
 
     def _size(self, column: str, told: int | None, usual: int, init: Looked | None) -> tuple[Ints, Ints]:
         """Sizes as asked for and as made."""
         of_image = None if init is None else getattr(init, column)
         facts, policy = self.rules.facts, self.rules.job.plan.size_policy
-        found = sizes(
-            self.columns.get(column), np.full(self.num, told or usual), None if told else of_image, facts, policy
-        )
+        default = np.full(self.num, told or usual)
+        found = sizes(self.columns.get(column), default, None if told else of_image, facts, policy)
         for rule, is_bad in found.broken.items():
-            self._refuse(column, is_bad, rule)
+            self._refuse(column, is_bad, rule, found.asked)
         return found.asked, found.made
 
     def _sampler(self, default: str) -> npt.NDArray[np.int32]:
         number = self.rules.sampler_number
-        if "sampler" not in self.columns:
+        if "sampler" not in self.columns and number(default) >= 0:
             return np.full(self.num, number(default), np.int32)
         column = self._text("sampler", default).dictionary_encode()
         names = column.dictionary.to_pylist()
@@ -311,7 +313,7 @@ class _Check:
         codes = column.indices.to_numpy(zero_copy_only=False)
         for code, name in enumerate(names):
             if numbers[code] < 0:
-                self._refuse("sampler", codes == code, self.rules.refusal(name))
+                self._refuse("sampler", codes == code, self.rules.refusal(name), repr(name))
         return numbers[codes] if len(codes) else np.zeros(0, np.int32)
 
     def _lora(self, default: str) -> npt.NDArray[np.int32]:
@@ -342,7 +344,6 @@ class _Check:
             column = column.cast(pa.large_string())
         values, is_bad = texts(column)
         self._refuse("id", is_bad, f"must be text or a whole number; the column's type is {column.type}")
-        self._refuse(
-            "id", ~is_given(column), "must be text or a whole number: give every row an id, or drop the column"
-        )
+        rule = "must be text or a whole number: give every row an id, or drop the column"
+        self._refuse("id", ~is_given(column), rule)
         return values

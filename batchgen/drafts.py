@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,10 +16,12 @@ from batchgen.cost import Cost
 from batchgen.errors import UsageError
 from batchgen.init_images import COLUMNS as INIT_COLUMNS
 from batchgen.init_images import InitImages, Pack
+from batchgen.limits import Limits
 from batchgen.manifest import READ_BYTES, Manifest
 from batchgen.metadata import CARRIED
-from batchgen.planner import Cut, Limits, cut, order_of_groups
+from batchgen.planner import Cut, cut, order_of_groups
 from batchgen.records import Group
+from batchgen.sharing import share
 from batchgen.survey import Survey
 
 MAX_GROUPS = 2**16
@@ -66,13 +68,7 @@ class Draft:
 def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
     """Sort and cut all rows: groups in plan order, inside a group by evaluations, then by id digest, so that the
     order of the manifest does not matter."""
-    if len(survey.groups) > MAX_GROUPS:
-        raise UsageError(
-            f"manifest: its rows fall into {len(survey.groups):,} groups; one run takes {MAX_GROUPS:,}: split it"
-        )
-    in_order = order_of_groups(survey.groups)
-    place = np.empty(len(in_order), np.uint64)
-    place[in_order] = np.arange(len(in_order), dtype=np.uint64)
+    groups, place = _in_order(survey.groups)
     key = (place[survey.group] << np.uint64(48)) | (survey.evaluations.astype(np.uint64) << np.uint64(32))
     key = survey.per_image(key | (survey.ids.high >> np.uint64(32)))
     order = np.argsort(key, kind="stable")
@@ -80,16 +76,55 @@ def draft(survey: Survey, cost: Cost, limits: Limits) -> Draft:
         order = order[~survey.is_planned[order]]
     key = key[order]
     _settle_ties(order, key, survey)
+    lengths = survey.rules.facts.lengths
+    if lengths is not None and lengths.shared:
+        groups = _share(key, groups, lengths.shared, cost, limits)
+        again = np.argsort(key, kind="stable")
+        order, key = order[again], key[again]
     runs, counts = np.unique(key >> np.uint64(32), return_counts=True)
     del key
     group_of_run, evaluations = runs >> np.uint64(16), (runs & np.uint64(0xFFFF)).astype(np.int64)
-    groups = tuple(survey.groups[number] for number in in_order)
     edges = np.searchsorted(group_of_run, np.arange(len(groups) + 1, dtype=np.uint64)).tolist()
     of_group = [(number, slice(*here)) for number, here in enumerate(pairwise(edges)) if here[0] < here[1]]
     cut_rows = cut(groups, [(number, evaluations[here], counts[here]) for number, here in of_group], cost, limits)
     rank = np.zeros(survey.num_images_total, np.uint32)
     rank[order] = np.arange(len(order), dtype=np.uint32)
     return Draft(survey, cost, groups, cut_rows, rank)
+
+
+def _in_order(groups: Sequence[Group]) -> tuple[tuple[Group, ...], npt.NDArray[np.uint64]]:
+    """The groups in the plan's order, and the place of each in it. Raises UsageError for more than can be counted."""
+    if len(groups) > MAX_GROUPS:
+        raise UsageError(f"manifest: its rows fall into {len(groups):,} groups; one run takes {MAX_GROUPS:,}: split it")
+    in_order = order_of_groups(groups)
+    place = np.empty(len(in_order), np.uint64)
+    place[in_order] = np.arange(len(in_order), dtype=np.uint64)
+    return tuple(groups[number] for number in in_order), place
+
+
+def _share(
+    key: npt.NDArray[np.uint64], groups: Sequence[Group], lengths: Sequence[int], cost: Cost, limits: Limits
+) -> tuple[Group, ...]:
+    """Put the last images of groups into groups that they share, by their sorted keys, in place; all groups then."""
+    edges = np.searchsorted(key, np.arange(len(groups) + 1, dtype=np.uint64) << np.uint64(48))
+    counts = np.diff(edges)
+    shares = share(groups, counts, lengths, cost, limits)
+    left = np.flatnonzero(counts > shares.leaving)
+    found, place = _in_order([*(groups[number] for number in left.tolist()), *shares.groups])
+    own = np.zeros(len(groups), np.uint64)
+    own[left] = place[: len(left)]
+    for number, (start, end) in enumerate(pairwise(edges.tolist())):
+        stay = end - int(shares.leaving[number])
+        _move(key[start:stay], own[number])
+        if stay < end:
+            _move(key[stay:end], place[len(left) + shares.target[number]])
+    return found
+
+
+def _move(key: npt.NDArray[np.uint64], place: np.uint64) -> None:
+    """Put images into the group of a place, in place."""
+    key &= np.uint64(2**48 - 1)
+    key |= place << np.uint64(48)
 
 
 def _settle_ties(order: npt.NDArray[np.intp], key: npt.NDArray[np.uint64], survey: Survey) -> None:

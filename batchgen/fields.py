@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import math
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -35,12 +36,26 @@ def _is_time(text: str) -> str:
     return text
 
 
+def _memory(value: object) -> object:
+    """A number without its unit is told as a text that lacks it."""
+    return str(value) if type(value) in (int, float) else value
+
+
 def _is_memory(text: str) -> str:
     num_bytes(text)
     return text
 
 
+def _is_scalar(value: object) -> object:
+    is_number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    if not is_number and not isinstance(value, str):
+        raise ValueError("it must be a text, a finite number, true or false")
+    return value
+
+
+Given = Annotated[str, Field(min_length=1)]
+Scalar = Annotated[Any, AfterValidator(_is_scalar)]
 Line = Annotated[str, AfterValidator(_one_line)]
-Memory = Annotated[str, AfterValidator(_is_memory)]
+Memory = Annotated[str, BeforeValidator(_memory), AfterValidator(_is_memory)]
 Lines = Annotated[tuple[Line, ...], Field(strict=False)]
 Time = Annotated[str, BeforeValidator(_time), AfterValidator(_is_time)]

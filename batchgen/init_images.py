@@ -7,7 +7,6 @@ since they are read in another order than they come in.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -223,7 +222,8 @@ def _empty(given: Bools) -> Looked:
 
 
 def _path(folder: Path, name: str) -> str:
-    return os.path.abspath(folder / name)
+    """As it stands but whole: to take ".." away would lead elsewhere where it follows a link."""
+    return str((folder / name).absolute())
 
 
 def _seen_files(folder: Path, names: Sequence[str]) -> Iterator[Seen | str]:

@@ -31,6 +31,15 @@ from batchgen.fields import Time as _Time
 from batchgen.weights import LoraFile, Model, Table
 from batchgen.wording import num_bytes
 
+_WORDS = {
+    "tuple_type": "it must be a list, [ … ]",
+    "too_short": "it must have an entry at least",
+    "string_too_short": "it must not be empty",
+    "model_type": "it must be a table, { key = value }",
+    "dict_type": "it must be a table, { key = value }",
+}
+"""For what pydantic says in words of Python, by its names for errors."""
+
 
 class Sampling(Table):
     """`[sampling]`: defaults for what a manifest leaves out; None is the model family's own default."""
@@ -272,8 +281,12 @@ def _check(tables: dict[str, Any], source: str, flags: Mapping[str, str]) -> Job
         details = error.errors()
         places = [detail["loc"] for detail in details]
         # A list whose every entry is wrong is said to be empty as well.
-        whole = [one for one in details if not any(one["loc"] == place[:-1] for place in places)]
+        whole = [one for one in details if not any(_is_within(place, one["loc"]) for place in places)]
         raise UsageError("\n".join(_sentence(detail, source, flags) for detail in whole)) from None
+
+
+def _is_within(place: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    return len(place) > len(other) and place[: len(other)] == other
 
 
 def _sentence(detail: Any, source: str, flags: Mapping[str, str]) -> str:
@@ -284,9 +297,14 @@ def _sentence(detail: Any, source: str, flags: Mapping[str, str]) -> str:
         near = difflib.get_close_matches(place[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
         return f"{source}: there is no key {name!r}; {hint}"
+    if detail["type"] == "missing":
+        return f"{source}: {_shown(detail['input'])} lacks the key {name!r}"
     said = flags.get(name, f"{source}: {name} =")
+    if place[-1] == "[key]":
+        said = f"{source}: in {'.'.join(place[:-2])}, the name"
     unset = "; a key cannot be unset here, leave it out for its default" if detail["input"] == "" else ""
-    return f"{said} {_shown(detail['input'])} is not usable: {detail['msg']}{unset}"
+    why = _WORDS.get(detail["type"], detail["msg"].removeprefix("Value error, "))
+    return f"{said} {_shown(detail['input'])} is not usable: {why}{unset}"
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,7 @@ from batchgen.ledger import Ledger
 from batchgen.owners import launched_process
 from batchgen.presence import present
 from batchgen.progress import Now
-from batchgen.rundir import RunDirectory
+from batchgen.rundir import RunDirectory, check_job
 from batchgen.runner import Task, work
 from batchgen.stopping import Stop, StopNow, Stopped, hear, listening
 from batchgen.timeleft import OUT_OF_TIME, TimeLeft
@@ -81,6 +81,7 @@ def _work(order: Order, stop: Stop, reporter: Reporter) -> int:
     try:
         with present(run):
             index, left, others = run.index(), order.left, order.num_others
+            check_job(run, index, order.job)  # It may start in another's place, hours after the run began.
             ledger = Ledger(run.root, run.files, launched_process(), index.token)
             work(Task(run, index, order.job, ledger, left, others, order.may_wait, order.time_left), stop, reporter)
     except Exception as error:

@@ -15,11 +15,13 @@ def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
     """All of them, in the order in which they are said."""
     notes = [facts.note] if facts.note else []
     if facts.prompt_tokens and job.plan.on_truncate == "warn":
+        added = " and what its pipeline adds to it" if facts.is_added_within else ""
         notes.append(
-            f"the model reads {facts.prompt_tokens} tokens of a prompt: longer ones are cut, and counted in the "
+            f"the model reads {facts.prompt_tokens} tokens of a prompt{added}: longer ones are cut, and counted in the "
             "closing lines; --on-truncate error names them before anything is made"
         )
     notes += _carried_notes(surveyed.manifest)
+    notes += _idle_notes(surveyed, facts, job)
     if surveyed.num_from_images:
         notes.append(
             f"{counted(surveyed.num_from_images, 'manifest row')} of {len(surveyed.group):,} begin from an image"
@@ -37,6 +39,22 @@ def notes_of(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
     if len(surveyed.redrawn.rows):
         notes.append(
             f"derived seeds that met another of the same prompt and were drawn again: {len(surveyed.redrawn.rows):,}"
+        )
+    return notes
+
+
+def _idle_notes(surveyed: Survey, facts: Facts, job: Job) -> list[str]:
+    """What the job says and no row is made by: its defaults may serve other manifests, or rows may lack something."""
+    notes = []
+    if job.sampling.strength is not None and not surveyed.num_from_images:
+        notes.append("sampling.strength has no effect: no row begins from an image")
+    if job.sampling.negative_prompt and not any(group.is_guided for group in surveyed.groups):
+        notes.append(f"sampling.negative_prompt has no effect: no row has a {facts.guiding} by which it is guided")
+    idle = [repr(name) for name in job.model.loras if name not in {group.lora for group in surveyed.groups}]
+    if idle:
+        notes.append(
+            f"LoRA sets of model.loras that no row has: {listed(idle)}; rows take one by the column lora or by "
+            "sampling.lora"
         )
     return notes
 

@@ -30,8 +30,8 @@ MAX_PIXELS = 2**26
 """Of an init image."""
 READERS = 8
 """Threads: reading waits for the disk, and Pillow decodes and resizes without the interpreter."""
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-"""What Pillow warns of has more than MAX_PIXELS, and is refused."""
+warnings.filterwarnings("ignore", module=r"PIL\.")
+"""Pillow warns of metadata that it cannot read, and of pictures of more than MAX_PIXELS, which are refused."""
 _WIDE = ("I", "F")
 """Pillow's modes of more than 8 bits a channel begin so; turned into RGB they would be cut, not scaled."""
 _TURNED = range(5, 9)
@@ -155,7 +155,7 @@ def _named_faults() -> Iterator[None]:
 
 
 def _size(file: io.BufferedReader | io.BytesIO) -> tuple[int, int]:
-    """Width and height, upright, by the header."""
+    """Width and height, upright, by the header where that tells."""
     with Image.open(file, formats=FORMATS) as image:
         _check_kind(image)
         size = image.size

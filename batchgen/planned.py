@@ -14,14 +14,16 @@ from batchgen.errors import UsageError
 from batchgen.init_images import InitImages
 from batchgen.job import Job
 from batchgen.known import Known
+from batchgen.limits import Limits
 from batchgen.manifest import Manifest, open_manifest
 from batchgen.memory import Demand, room_of
 from batchgen.metadata import RESERVED
+from batchgen.models.contents import read_of
 from batchgen.models.facts import Facts
+from batchgen.models.fitting import check_keys
 from batchgen.models.folder import architecture, facts_of, find_model
 from batchgen.models.footprint import demand_of
 from batchgen.notes import notes_of
-from batchgen.planner import Limits
 from batchgen.rejections import Rejections
 from batchgen.survey import survey
 from batchgen.truncation import check_truncation
@@ -66,6 +68,8 @@ def plan_manifest(
     message names.
     """
     facts = facts_of(job.model, has_checker=job.engine.safety_checker)
+    if facts.needs_torch:
+        check_keys(job, find_model(job.model, has_checker=job.engine.safety_checker))
     _check_sampler(job, facts)
     manifest = open_manifest(names, job.columns)
     _check_names(manifest)
@@ -120,7 +124,9 @@ def _demand(job: Job, facts: Facts) -> Demand | None:
     limit."""
     if not facts.needs_torch or (job.engine.device == "cpu" and job.engine.max_memory is None):
         return None
-    return demand_of(find_model(job.model, has_checker=job.engine.safety_checker), facts, job)
+    folder = find_model(job.model, has_checker=job.engine.safety_checker)
+    with read_of(folder.path):
+        return demand_of(folder, facts, job)
 
 
 def _cost(job: Job, facts: Facts) -> Cost:

@@ -14,9 +14,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from batchgen.cost import Cost, Seconds, allowed_sizes
-from batchgen.errors import UsageError
-from batchgen.memory import Room
+from batchgen.cost import Cost, Seconds
+from batchgen.limits import Limits
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.records import Group
 from batchgen.refilling import Batches, cheapest
@@ -111,17 +110,6 @@ class Grouper:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the job says about batches and shards."""
-
-    batch_sizes: tuple[int, ...] | None = None
-    max_batch: int | None = None
-    shard_images: int | None = None
-    room: Room | None = None
-    """The memory that batches must fit into; None where no limit is known."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """The rows in plan order, cut. Batch `b` holds the rows `batch_start[b]:batch_start[b + 1]`, shard `s` the
     batches `shard_start[s]:shard_start[s + 1]`."""
@@ -183,6 +171,7 @@ def order_of_groups(groups: Sequence[Group]) -> list[int]:
             not groups[number].is_guided,
             -groups[number].text_length,
             -(groups[number].negative_length or 0),
+            groups[number].is_padded,
             groups[number].form,
             groups[number].sampler,
             groups[number].steps,
@@ -202,15 +191,7 @@ def cut(groups: Sequence[Group], runs: Sequence[tuple[int, Ints, Ints]], cost: C
     most_images = limits.shard_images or min(MAX_SHARD_IMAGES, -(-num_rows // MIN_SHARDS))
     parts: list[Batches] = []
     for number, values, counts in runs:
-        allowed = allowed_sizes(groups[number], limits.batch_sizes, limits.max_batch, cost)
-        if not allowed:
-            raise UsageError(
-                f"plan.batch_sizes = {list(limits.batch_sizes or ())} leaves no size within "
-                f"plan.max_batch = {limits.max_batch}; allow a size of at most that"
-            )
-        if limits.room is not None:
-            allowed = limits.room.within(groups[number], allowed)
-        table = {size: cost.seconds(groups[number], size) for size in allowed}
+        table = {size: cost.seconds(groups[number], size) for size in limits.sizes(groups[number], cost)}
         plain = plain_batches(values, counts, table, may_pad=cost.is_measured)
         is_own = groups[number].form == OWN_UPDATE
         parts.append(plain if is_own else cheapest(values, counts, table, plain, most_images))

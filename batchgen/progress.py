@@ -240,15 +240,21 @@ def showing(balance: Balance) -> Iterator[Display]:
 
 
 def reading_bar() -> Callable[[int, int], None]:
-    """What shows the reading of a large manifest on a terminal: called with the rows just read, and all."""
+    """What shows the reading of a large manifest, as a bar on a terminal and elsewhere as lines: called with the rows
+    just read, and all."""
     bars: list[tqdm[NoReturn]] = []
+    has_bar, seen, said_s = IS_NOTEBOOK or sys.stderr.isatty(), 0, time.monotonic()
 
     def read(rows: int, total: int) -> None:
+        nonlocal seen, said_s
+        seen += rows
         if not bars:
-            is_hidden = not (IS_NOTEBOOK or sys.stderr.isatty())
-            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=is_hidden))
+            bars.append(tqdm(total=total, unit="row", desc="checking", delay=1, leave=False, disable=not has_bar))
         bars[0].update(rows)
-        if bars[0].n >= total:
+        if seen >= total:
             bars[0].close()
+        elif not has_bar and time.monotonic() - said_s >= LINE_EVERY_S:
+            said_s = time.monotonic()
+            print(f"checking: {seen:,} of {total:,} rows", file=sys.stderr, flush=True)
 
     return read

@@ -39,13 +39,16 @@ class Group:
     """Tokens per encoded negative prompt, 0 where no row is guided; None where no text's length follows the text."""
     lora: str = ""
     """The LoRA set in the weights; "" is none."""
+    is_padded: bool = False
+    """Whether texts that are shorter are padded to these lengths, and the network is told to look past that."""
 
     @property
     def lengths(self) -> str:
         """Those of the texts in words, to stand behind others; "" where they do not follow the text."""
         if self.negative_length is None:
             return ""
-        return f", text {self.text_length}" + (f" and {self.negative_length}" if self.negative_length else "")
+        text = f", text {'up to ' if self.is_padded else ''}{self.text_length}"
+        return text + (f" and {self.negative_length}" if self.negative_length else "")
 
     @property
     def shape(self) -> Group:

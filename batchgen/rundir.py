@@ -209,6 +209,11 @@ def _check_same(
         check_differences(run, index, ours, job, plan_manifest(names, job, on_progress, known).draft, may_grow=False)
 
 
+def check_job(run: RunDirectory, index: PlanIndex, job: Job) -> None:
+    """Refuse a job, or model files, that the run was not planned with; the manifest is not looked at."""
+    check_differences(run, index, fingerprint(job, facts_of(job.model, has_checker=job.engine.safety_checker)), job)
+
+
 def known_rows(run: RunDirectory, index: PlanIndex, has_ids: bool) -> Known:
     """The images of a run's plans; `has_ids`: their ids are the manifest's own."""
     return Known.of(run.planned_rows(index), has_ids=has_ids)

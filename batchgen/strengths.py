@@ -24,7 +24,6 @@ class Strengths:
     """NaN where the row has no init image."""
     skipped: npt.NDArray[np.int64]
     """Steps that the init image stands for; -1 where the row has none."""
-    default: float
     broken: Mapping[str, Bools]
     """The rows that break each rule."""
 
@@ -40,7 +39,6 @@ def strengths(column: pa.Array, has_image: Bools, steps: npt.NDArray[np.int64], 
     return Strengths(
         values=np.where(has_image, asked, np.nan),
         skipped=np.where(has_image, skipped, -1),
-        default=default,
         broken={
             "has no effect without an image" if facts.takes_image else NO_IMAGE: parsed.given & ~has_image,
             "must be a number above 0 and at most 1": is_bad,

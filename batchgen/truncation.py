@@ -26,7 +26,8 @@ def check_truncation(surveyed: Survey, job: Job) -> None:
     for checked, _, good in surveyed.batches():
         for column in ("prompt", "negative_prompt"):
             texts = getattr(checked, column).take(good).fill_null("").to_pylist()
-            counts = count_tokens(tokenizer, texts, surveyed.rules.facts)
+            is_negative = column == "negative_prompt"
+            counts = count_tokens(tokenizer, texts, surveyed.rules.facts, are_negative=is_negative)
             for place, count in zip(good.tolist(), counts, strict=True):
                 if count.dropped:
                     num_found += 1

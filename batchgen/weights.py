@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchgen.fields import Line
+from batchgen.fields import Given, Line, Scalar
 
 
 class Table(BaseModel):
@@ -21,7 +21,7 @@ class LoraFile(Table):
     """A .safetensors file, a folder with one, or a hub id."""
     weight_name: Line | None = None
     """The file within; None where there is but one."""
-    revision: str | None = None
+    revision: Given | None = None
     """Of a hub id."""
     scale: float = 1.0
     """Weight of its change."""
@@ -30,26 +30,27 @@ class LoraFile(Table):
 class Model(Table):
     """`[model]`: which weights."""
 
-    path: str = "demo"
+    path: Given = "demo"
     """"pattern", "demo", a local diffusers folder, a hub id, or a single .safetensors file."""
-    config: str | None = None
+    config: Given | None = None
     """Of a single file: the diffusers folder or fetched hub id whose configuration and tokenizers it takes, and the
     weights that it lacks."""
-    revision: str | None = None
+    revision: Given | None = None
     """Branch, tag or commit of a hub id; None is its main branch."""
-    variant: str | None = None
+    variant: Given | None = None
     """The weights' file variant ("fp16"), for components that have it; for `pattern`, "faults" obeys the fault
     prompts."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: on a GPU float16, for FLUX, Sana and pipelines without a family bfloat16; float32 on a CPU."""
+    """None: on a GPU float16 or bfloat16, as suits the family; float32 on a CPU."""
     vae_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """None: that of the model, but float32 for a float16 SDXL or AuraFlow whose VAE asks for it (`force_upcast`)."""
-    vae: str | None = None
+    """None: that of the model, but float32 for a float16 SDXL, Kolors or AuraFlow whose VAE asks for it
+    (`force_upcast`)."""
+    vae: Given | None = None
     """Another VAE in the place of the model's: a folder or a hub id, of a VAE or of a whole model."""
-    scheduler: str | None = None
+    scheduler: Given | None = None
     """Another scheduler in the place of the model's: a scheduler_config.json, or a class of diffusers, which takes the
     configuration over."""
-    scheduler_options: Mapping[str, str | float | int | bool] = Field(default_factory=dict)
+    scheduler_options: Mapping[str, Scalar] = Field(default_factory=dict)
     """Keys laid over the scheduler's configuration."""
     loras: Mapping[Line, Annotated[tuple[LoraFile, ...], Field(min_length=1, strict=False)]] = Field(
         default_factory=dict

@@ -39,7 +39,7 @@ def counted(number: int, noun: str) -> str:
 
 def num_bytes(text: str) -> int:
     """What "24GB", "1.5 GB" or "40GiB" says. Raises ValueError for anything else."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([MGT])(i?)B?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([MGT])(i?)B?\s*", text, re.IGNORECASE)
     if not found or not float(found[1]):
         raise ValueError('a size is a number and a unit, such as "24GB" or "40GiB"')
     unit = (1024 if found[3] else 1000) ** ("KMGT".index(found[2].upper()) + 1)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
+import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pyarrow as pa
+import sentencepiece
 import torch
 import transformers
+from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
+from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
 from tokenizers.pre_tokenizers import ByteLevel
 
+from batchgen import sharing
 from batchgen.engine.whole import open_model
 from batchgen.models import demo
 from batchgen.models.dit_facts import sana_instruction
@@ -229,6 +235,31 @@ def sana(schedule: Mapping[str, Any]) -> Any:
     )
 
 
+LUMINA: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (4, 2, 2),
+    "axes_lens": (300, 64, 64),
+    "cap_feat_dim": GEMMA["hidden_size"],
+}
+
+
+def lumina() -> Any:
+    return diffusers.Lumina2Pipeline(
+        transformer=diffusers.Lumina2Transformer2DModel(**LUMINA).eval(),
+        scheduler=scheduler(SHIFTING_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=transformers.Gemma2Model(transformers.Gemma2Config(**GEMMA)).eval(),
+        tokenizer=gemma_tokenizer(),
+    )
+
+
 AURA: dict[str, Any] = {
     "sample_size": 128,
     "in_channels": 4,
@@ -306,6 +337,57 @@ def hunyuan() -> Any:
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
+    )
+
+
+CHATGLM: dict[str, Any] = {
+    "num_layers": 3,
+    "padded_vocab_size": 400,
+    "hidden_size": 32,
+    "ffn_hidden_size": 24,
+    "kv_channels": 8,
+    "num_attention_heads": 4,
+    "seq_length": 256,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "add_qkv_bias": True,
+    "original_rope": True,
+}
+KOLORS: dict[str, Any] = tiny.SDXL_UNET | {
+    "cross_attention_dim": 24,
+    "encoder_hid_dim": CHATGLM["hidden_size"],
+    "encoder_hid_dim_type": "text_proj",
+    "projection_class_embeddings_input_dim": 6 * 8 + CHATGLM["hidden_size"],
+}
+KOLORS_SCHEDULER: dict[str, Any] = tiny.SDXL_SCHEDULER | {"beta_end": 0.014, "num_train_timesteps": 1100}
+
+
+def chatglm_tokenizer() -> Any:
+    """A ChatGLM tokenizer of single letters, and bytes of others."""
+    file = tiny.place() / "tokenizer.model"
+    with file.open("wb") as model:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([tiny.LONG, string.ascii_letters, "a red cube, blurry and ugly"]),
+            model_writer=model,
+            model_type="char",
+            vocab_size=350,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            minloglevel=2,
+        )
+    return ChatGLMTokenizer(str(file))
+
+
+def kolors() -> Any:
+    encoder = ChatGLMModel(ChatGLMConfig(**CHATGLM)).eval()
+    for one in encoder.parameters():  # They are left as memory was.
+        torch.nn.init.normal_(one, mean=float(one.ndim == 1), std=0.2)
+    return diffusers.KolorsPipeline(
+        unet=diffusers.UNet2DConditionModel(**KOLORS).eval(),
+        scheduler=scheduler(KOLORS_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**tiny.SDXL_VAE).eval(),
+        text_encoder=encoder,
+        tokenizer=chatglm_tokenizer(),
     )
 
 
@@ -482,8 +564,10 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "pixart-alpha": lambda: pixart(diffusers.PixArtAlphaPipeline, PIXART | {"sample_size": 128}),
     "sana": lambda: sana(SANA_SCHEDULER),
     "sana-euler": lambda: sana(FLOW_SCHEDULER),
+    "lumina": lumina,
     "aura": aura,
     "hunyuan": hunyuan,
+    "kolors": kolors,
     "qwen": qwen_image,
     "z-image": z_image,
     "chroma": chroma,
@@ -506,11 +590,16 @@ def folder(kind: str) -> Path:
     return place
 
 
+def network(pipeline: Any) -> Any:
+    """What predicts."""
+    return pipeline.unet if hasattr(pipeline, "unet") else pipeline.transformer
+
+
 def _enliven(pipeline: Any) -> None:
     """Fresh transformers answer with noise that is hardly moved by text and time: give their modulation some weight."""
     parts = ("norm", "embed", "_mod", "txt_in", "caption", "attn2", "time_step")
     parts += tuple(f"joint_transformer_blocks.{number}.attn.add_v" for number in range(2))
-    for name, one in pipeline.transformer.named_parameters():
+    for name, one in network(pipeline).named_parameters():
         if one.ndim > 1 and any(part in name for part in parts):
             torch.nn.init.normal_(one, std=0.2)
 
@@ -535,6 +624,15 @@ def batches(kind: str, rows: Sequence[Row]) -> list[Batch]:
     for row, lengths in zip(rows, zip(prompts.tolist(), negatives.tolist(), strict=True), strict=True):
         found.setdefault(lengths, []).append(row)
     return [tiny.batch(some, known, lengths=lengths) for lengths, some in found.items()]
+
+
+def padded(kind: str, rows: Sequence[Row]) -> Batch:
+    """The rows in one batch, their texts padded to lengths that all share."""
+    known, apart = engine(kind).facts, [batch.group for batch in batches(kind, rows)]
+    longest = max(one.text_length for one in apart), max(one.negative_length or 0 for one in apart)
+    one = tiny.batch(rows, known, lengths=longest)
+    assert known.lengths is not None
+    return dataclasses.replace(one, group=sharing.padded(one.group, known.lengths.shared))
 
 
 @functools.cache

@@ -200,8 +200,13 @@ def test_a_negative_prompt_without_effect_is_named_only_where_guidance_is_known(
 
 def test_a_size_that_only_the_default_makes_wrong_says_so() -> None:
     (cell,) = bad_of("id", ["a"], "sampling.width=100")
-    assert (cell.column, cell.value) == ("width", "None")
+    assert (cell.column, cell.value) == ("width", "100")
     assert cell.rule.endswith("the default is 100")
+
+
+def test_the_value_in_force_is_named_where_the_cell_is_null() -> None:
+    (cell,) = bad_of("width", pa.array([None, 64], pa.int32()), "sampling.width=100")
+    assert (cell.row, cell.column, cell.value) == (0, "width", "100")
 
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.uint64(), pa.string(), pa.dictionary(pa.int8(), pa.int64())], ids=str)

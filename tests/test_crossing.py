@@ -36,7 +36,8 @@ def test_a_networks_blocks_take_their_own(kind: str, uncompiled: None) -> None:
     rows = [tiny.row(i, prompt=f"cat {i}", negative_prompt="x" * i) for i in range(3)]
     is_guided = "lcm" not in kind
     texts = model.texts(rows, is_guided)
-    conditioning = model.conditioning(rows, is_guided, dict(zip(texts, model.encode(texts), strict=True)))
+    group = tiny.batch(rows, engine_of(kind, "eager").facts).group
+    conditioning = model.conditioning(rows, group, dict(zip(texts, model.encode(texts), strict=True)))
     latents, timesteps = torch.randn(3, model.channels, 8, 8), torch.tensor([1.0, 500.0, 999.0])
     wanted = model.predict(model.network, latents, timesteps, conditioning)
     compiler = Compiler(model)

@@ -7,7 +7,7 @@ import fnmatch
 import inspect
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.models import hub
 from batchgen.models.family import Conditioning
 from batchgen.models.folder import facts_of, find_model
-from batchgen.records import Image, Row
+from batchgen.models.footprint import demand_of
+from batchgen.records import Batch, Image, Row
 from batchgen.weights import Model
 from tests import families, tiny
 
@@ -52,17 +54,20 @@ TABLE: Mapping[str, Mapping[str, Any]] = {
     "pixart-alpha": {"sampler": "DPMSolverMultistepScheduler"},
     "sana": {"sampler": "dpmpp_2m", **WIDE},
     "sana-euler": {"sampler": "euler"},
+    "lumina": {"sampler": "euler", **WIDE},
     "aura": {"sampler": "euler", **WIDE},
     "hunyuan": {"sampler": "DDPMScheduler", **WIDE},
+    "kolors": {"sampler": "EulerDiscreteScheduler", **WIDE},
 }
 """What the rows of a family's batch have in common."""
 CAPTURED = (
     *("sd3", "sd3.5", "flux", "klein-base", "qwen", "z-image", "chroma"),
-    *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+    *("pixart", "pixart-alpha", "sana", "lumina", "aura", "hunyuan", "kolors"),
 )
-AT_FIRST_ON_THE_HOST = ("qwen", "z-image", "chroma")
-"""The first two make their rotary table there in the first call, before any capture, and Chroma a tensor of which only
-the shape is read."""
+AT_FIRST_ON_THE_HOST = ("qwen", "z-image")
+"""They make their rotary table there in the first call, before any capture."""
+ON_THE_HOST = "chroma"
+"""It makes a tensor there of which only the shape is read."""
 
 
 def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
@@ -83,10 +88,12 @@ def mixed(kind: str, *, is_guided: bool = True) -> list[Row]:
     ]
 
 
-def deviation(kind: str, rows: list[Row], mode: str = "eager") -> list[int]:
+def deviation(
+    kind: str, rows: list[Row], mode: str = "eager", batched: Callable[..., list[Batch]] = families.batches
+) -> list[int]:
     """The largest deviation of each row's pixels from diffusers', of 255."""
     engine = families.engine(kind, mode)
-    outcomes = [one for batch in families.batches(kind, rows) for one in engine.submit(batch, tiny.never)()]
+    outcomes = [one for batch in batched(kind, rows) for one in engine.submit(batch, tiny.never)()]
     assert sorted(outcome.row.index for outcome in outcomes) == [row.index for row in rows]
     found = []
     for outcome in outcomes:
@@ -114,6 +121,25 @@ def test_every_row_is_what_diffusers_makes_of_it_alone(kind: str, is_guided: boo
     for name, change in changes.items():
         other = np.asarray(families.reference(kind, dataclasses.replace(rows[0], **change)), int)
         assert not change or np.abs(first - other).max() > 3, f"{name} hardly changes the picture"
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "unguided"])
+def test_rows_whose_texts_are_padded_to_one_length(is_guided: bool, mode: str) -> None:
+    """From none at all to one that is cut, beside each other."""
+    rows = mixed("qwen", is_guided=is_guided)
+    group = families.padded("qwen", rows).group
+    assert (group.text_length, group.negative_length, group.is_padded) == (512, 256 if is_guided else 0, True)
+    assert max(deviation("qwen", rows, mode, lambda kind, some: [families.padded(kind, some)])) <= 1
+
+
+def test_padding_is_looked_past_in_half_precision_too() -> None:
+    engine = Engine(tiny.job(families.folder("qwen"), "model.dtype=bfloat16"))
+    rows = mixed("qwen")
+    apart = [one for batch in families.batches("qwen", rows) for one in engine.submit(batch, tiny.never)()]
+    alone = {one.row.index: one.pixels for one in apart}
+    for one in engine.submit(families.padded("qwen", rows), tiny.never)():
+        assert tiny.psnr(one.pixels, alone[one.row.index]) >= 40
 
 
 STRENGTHS = (0.6, 1.0, 0.35, None)
@@ -146,7 +172,8 @@ def test_captured_steps(kind: str) -> None:
     assert max(deviation(kind, mixed(kind), "graph")) <= 1
     captures = families.engine(kind, "graph").steps.captures
     assert {(capture.mode, capture.deviation) for capture in captures} == {("graph", 0.0)}
-    assert len({str(capture.bucket) for capture in captures}) == len(families.batches(kind, mixed(kind)))
+    own = [capture.bucket for capture in captures if not capture.bucket.group.is_padded]
+    assert len(set(map(str, own))) == len(families.batches(kind, mixed(kind)))
 
 
 class Host(TorchDispatchMode):
@@ -163,11 +190,15 @@ class Host(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("kind", sorted({*CAPTURED} - {*AT_FIRST_ON_THE_HOST}))
+PADDED = "qwen, padded"
+
+
+@pytest.mark.parametrize("kind", [*sorted({*CAPTURED} - {ON_THE_HOST}), PADDED])
 def test_a_step_touches_the_device_alone(kind: str) -> None:
     """A capture can take nothing from the host. The device is torch's "meta", which has shapes and no values."""
+    is_padded, kind = kind == PADDED, "qwen" if kind == PADDED else kind
     engine, rows = families.engine(kind), mixed(kind)
-    asked = families.batches(kind, rows)[0]
+    asked = families.padded(kind, rows) if is_padded else families.batches(kind, rows)[0]
     model, told = engine.model, engine.conditioning(asked)
     weights = {name: one.to("meta") for name, one in model.network.state_dict(keep_vars=True).items()}
     weights |= {name: one.to("meta") for name, one in model.network.named_buffers()}
@@ -179,6 +210,8 @@ def test_a_step_touches_the_device_alone(kind: str) -> None:
     def network(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model.network, weights, args, kwargs)
 
+    if kind in AT_FIRST_ON_THE_HOST:
+        model.predict(network, latents, latents.new_zeros(len(asked.rows)), conditioning)
     with Host() as host:
         made = model.predict(network, latents, latents.new_zeros(len(asked.rows)), conditioning)
     assert made.shape == latents.shape
@@ -205,7 +238,11 @@ def test_sizes_shift_the_schedule_of_a_folder_that_says_so() -> None:
 
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize(
-    "kind", ["sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "aura", "hunyuan"]
+    "kind",
+    [
+        *("sd3", "sd3.5", "flux", "klein", "qwen", "z-image", "chroma", "pixart", "sana", "lumina", "aura", "hunyuan"),
+        "kolors",
+    ],
 )
 def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str, variant: str | None) -> None:
     families.pipeline(kind).save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
@@ -221,7 +258,7 @@ def test_what_is_fetched_from_the_hub_is_what_is_read(tmp_path: Path, kind: str,
     "kind",
     [
         *("sd3", "sd3.5", "flux", "schnell", "klein", "klein-base", "qwen", "z-image", "chroma"),
-        *("pixart", "pixart-alpha", "sana", "aura", "hunyuan"),
+        *("pixart", "pixart-alpha", "sana", "lumina", "aura", "hunyuan", "kolors"),
     ],
 )
 def test_defaults_are_the_pipelines_own(kind: str) -> None:
@@ -229,7 +266,9 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
     defaults = {name: one.default for name, one in inspect.signature(type(pipe).__call__).parameters.items()}
     assert known.steps == defaults["num_inference_steps"]
     assert known.guidance_scale == (defaults["guidance_scale"] if known.takes_guidance_scale else 0.0)
-    side = getattr(pipe, "default_sample_size", None) or getattr(pipe.transformer.config, "sample_size", None) or 128
+    side = (
+        getattr(pipe, "default_sample_size", None) or getattr(families.network(pipe).config, "sample_size", None) or 128
+    )
     assert known.width == known.height == side * pipe.vae_scale_factor
     assert known.sampler == type(pipe.own_scheduler).__name__
     row = tiny.row(prompt=tiny.LONG, negative_prompt=None, sampler=known.sampler, width=64, height=64)
@@ -243,13 +282,22 @@ def test_defaults_are_the_pipelines_own(kind: str) -> None:
         assert known.text_length == asked.group.text_length == text
         assert negative == ([asked.group.negative_length] if asked.group.negative_length else [])
     (count,) = engine._count(asked)
-    assert count.read == known.prompt_tokens
+    added = engine.model.tokenizer.tokenize(known.reads("")) if known.is_added_within else []
+    assert count.read == known.prompt_tokens - len(added)
     assert count.dropped > 0
     if kind == "qwen":
         lengths = known.lengths
         assert lengths is not None
         template = (pipe.prompt_template_encode, pipe.prompt_template_encode_start_idx)
         assert (lengths.template, lengths.skipped) == template
+
+
+@pytest.mark.parametrize("kind", ["sd1", "sdxl", "sd3", "flux", "pixart", "aura", "hunyuan", "kolors"])
+def test_a_vae_is_planned_in_the_dtype_that_it_is_loaded_in(kind: str) -> None:
+    job = tiny.job(families.folder(kind), "model.dtype=float16")
+    engine = Engine(job)
+    planned = demand_of(find_model(job.model), engine.facts, job).vae
+    assert planned == sum(one.numel() * one.element_size() for one in engine.model.vae.parameters())
 
 
 @pytest.mark.parametrize("kind", ["klein", "z-image"])
@@ -269,6 +317,21 @@ def test_tokens_behind_sanas_instructions_are_counted_as_they_are_read() -> None
         told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
     assert torch.equal(told[1], told[2])
     assert not torch.equal(told[0], told[1])
+
+
+def test_luminas_system_prompt_takes_its_part_of_a_prompts_tokens_and_of_no_negative_ones() -> None:
+    engine = families.engine("lumina")
+    known, tokenizer = engine.facts, engine.model.tokenizer
+    added = len(tokenizer.tokenize(known.reads("")))
+    for column, room in (("prompt", known.prompt_tokens - added), ("negative_prompt", known.prompt_tokens)):
+        told = list[torch.Tensor]()
+        for length, dropped in ((room - 1, 0), (room, 0), (room + 1, 1)):
+            row = tiny.row(sampler="euler", **{"prompt": "a", column: "A" * length})
+            asked = tiny.batch([row], known)
+            assert engine._count(asked)[0].dropped == dropped
+            told.append(engine.conditioning(asked).inputs["encoder_hidden_states"])
+        assert torch.equal(told[1], told[2])
+        assert not torch.equal(told[0], told[1])
 
 
 def test_pixart_alpha_makes_one_step_where_diffusers_does() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchgen.engine.engine import FAMILIES, Engine
+from batchgen.engine.engine import Engine
 from batchgen.errors import UsageError
 from batchgen.models import facts, hashes, hub, layouts
 from batchgen.models.fetching import fetch_model
 from batchgen.models.folder import facts_of, find_model, identity
+from batchgen.models.loaders import LOADERS
 from batchgen.weights import Model
 from tests import tiny
 
@@ -126,7 +127,7 @@ def test_sdxl_with_another_network_is_refused(tmp_path: Path, values: dict[str, 
 
 
 def test_every_layout_has_its_loader() -> None:
-    assert FAMILIES.keys() == layouts.FAMILIES.keys()
+    assert LOADERS.keys() == layouts.FAMILIES.keys()
 
 
 @pytest.mark.parametrize("variant", [None, "fp16"])

@@ -22,9 +22,9 @@ from batchgen.drafts import draft
 from batchgen.errors import UsageError
 from batchgen.filesystem import FileSystem
 from batchgen.identity import Digests
+from batchgen.limits import Limits
 from batchgen.plan_index import PlanIndex, load_index
 from batchgen.plan_reader import PlanReader, batches
-from batchgen.planner import Limits
 from batchgen.plans import Proposal, freeze
 from tests.crashes import Crash, machine
 from tests.plans import folder, planned

@@ -74,7 +74,7 @@ def edit(folder: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["QwenImagePipeline", "ZImagePipeline", "Flux2KleinPipeline", "SanaPipeline", "Lumina2Pipeline"]
+    "name", ["QwenImagePipeline", "ZImagePipeline", "Flux2KleinPipeline", "SanaPipeline", "Flux2Pipeline"]
 )
 def test_pipelines_that_make_images_of_text_are_taken(name: str) -> None:
     assert signatures.refusal(name) == ""

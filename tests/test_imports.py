@@ -27,8 +27,11 @@ WITH_TORCH = (
         "models/flux.py",
         "models/flux2.py",
         "models/hunyuan.py",
+        "models/kolors.py",
         "models/latent.py",
+        "models/loaders.py",
         "models/loading.py",
+        "models/lumina2.py",
         "models/pixart.py",
         "models/sana.py",
     ),
@@ -55,16 +58,17 @@ LAYERS = [
     formats card axes engine.crossing engine.samplers modes sources.hub sources.jsonlines sources.tables heart
     differences models.dit_facts models.lora_files
     options generator codec jobs.origins strengths encoders slurm.script memory models.layouts models.demo.autoencoder
-    models.demo.denoiser models.unet models.flow parts expansion engine.compiling balance reporting.plots models.dit
-    models.pattern checks planner engine.devices writer engine.denoise making models.generic bench.building
-    models.demo.train models.varying engine.forecasts product models.replacing
+    models.demo.denoiser models.flow parts expansion engine.compiling balance reporting.plots models.dit
+    models.pattern checks limits planner sharing engine.devices writer engine.denoise making models.generic
+    bench.building models.demo.train models.varying engine.forecasts product models.replacing
     identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
-    engine.loras
-    engine.decode engine.steps models.loading models.completeness models.footprint
+    models.unchanged models.packages models.unet
+    engine.loras models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
-    models.z_image engine.residence models.aura models.hunyuan models.pixart models.sana
+    models.z_image engine.residence models.aura models.hunyuan models.lumina2 models.pixart models.sana models.kolors
     models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching
-    survey engine.engine
+    survey models.loaders
+    engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch
     plans report bench.modes planned
     plan_reader saying

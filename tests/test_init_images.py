@@ -330,6 +330,7 @@ def test_pictures_that_rows_share_are_packed_once(tmp_path: Path, folder: Path) 
         encoded(64, 64, 8, "WEBP", exif=turned()),
         encoded(80, 56, 9, "PNG", "LA", exif=turned()),
         encoded(80, 56, 10, "TIFF", exif=turned()),
+        encoded(80, 56, 10, "TIFF", tiffinfo={ExifTags.Base.Orientation: 6}),
         behind(encoded(80, 56, 11, exif=turned()), b"eXIf"),
         encoded(80, 56, 12, pnginfo=told()),
         behind(encoded(80, 56, 13, pnginfo=told()), b"iTXt"),
@@ -384,3 +385,15 @@ def test_paths_of_a_table_are_whole_where_its_manifest_lies_elsewhere(tmp_path: 
     for place in (folder / "beside.parquet", tmp_path / "other/m.parquet"):
         assert runs.run(place, tmp_path / place.stem).code == 0
     assert runs.pixels(tmp_path / "beside") == runs.pixels(tmp_path / "m")
+
+
+def test_a_path_leads_where_the_disk_says(tmp_path: Path, folder: Path) -> None:
+    """`..` behind a link is the folder above its target, not the one that holds the link."""
+    (folder / "elsewhere" / "deep").mkdir(parents=True)
+    (folder / "elsewhere" / "a.png").write_bytes(encoded(72, 64))
+    (folder / "a.png").write_bytes(encoded(64, 64))
+    (folder / "link").symlink_to("elsewhere/deep")
+    source = runs.manifest(folder / "m.parquet", {"prompt": ["a"], "image": ["link/../a.png"]})
+    assert runs.run(source, tmp_path / "out").code == 0
+    (line,) = runs.check_images(tmp_path / "out")
+    assert (line["width"], line["height"]) == (72, 64)

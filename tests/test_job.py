@@ -91,6 +91,7 @@ VALUES: dict[str, Any] = {
     "slurm.finish_options": ["--mem=4G"],
 }  # fmt: skip
 """One value of every key that is not its default."""
+NAMED = ("path", "config", "revision", "variant", "vae", "scheduler")
 
 
 def keys() -> Iterator[str]:
@@ -179,6 +180,18 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
         ),
         ("columns.prompt=5", "columns.prompt = 5 is not usable: Input should be a valid string"),
         ("run.grace_s=0", "run.grace_s = 0 is not usable: Input should be greater than 0"),
+        ("model.loras=5", "model.loras = 5 is not usable: it must be a table, { key = value }"),
+        ("model.loras={x = []}", "model.loras.x = [] is not usable: it must have an entry at least"),
+        ("model.loras={x = {path = 'a'}}", "model.loras.x = {'path': 'a'} is not usable: it must be a list, [ … ]"),
+        ("model.loras={x = ['a']}", "model.loras.x.0 = 'a' is not usable: it must be a table, { key = value }"),
+        ("model.loras={x = [{scale = 1.0}]}", "{'scale': 1.0} lacks the key 'model.loras.x.0.path'"),
+        ("model.loras={x = [{path = 'a', scale = nan}]}", "model.loras.x.0.scale = nan is not usable: Input should be"),
+        ("model.loras={x = [{path = 'a', wight = 1.0}]}", "there is no key 'model.loras.x.0.wight'; did you mean"),
+        ("model.loras={'' = [{path = 'a'}]}", "in model.loras, the name '' is not usable: it must be one line"),
+        ("model.scheduler_options={a = nan}", "a = nan is not usable: it must be a text, a finite number, true or"),
+        ("model.scheduler_options={a = [1]}", "a = [1] is not usable: it must be a text, a finite number, true or"),
+        ("engine.max_memory=24", "max_memory = 24 is not usable: a size is a number and a unit"),
+        *((f"model.{key}=", f"model.{key} = '' is not usable: it must not be empty; a key") for key in NAMED),
     ],
 )
 def test_a_wrong_option_is_told_in_a_sentence(override: str, sentence: str) -> None:

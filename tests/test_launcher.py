@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from batchgen import children
+from batchgen import children, launched
 from batchgen.errors import UsageError
 from batchgen.job import load_job
 from batchgen.launcher import gpu_seats, seats_of
 from batchgen.ledger import Ledger, Receipt
 from batchgen.owners import start_time
 from batchgen.progress import Display, Now
-from batchgen.rundir import RunDirectory
+from batchgen.rundir import RunDirectory, open_run
 from batchgen.runner import run_job
+from batchgen.stopping import Stop
+from batchgen.timeleft import TimeLeft
 from tests import runs, tiny
 from tests.terminals import on_a_terminal
 from tests.test_appending import failing
@@ -345,3 +347,18 @@ def test_what_does_not_go_together(
     monkeypatch.setattr("batchgen.launcher.visible_gpus", lambda: ("0", "1"))
     with pytest.raises(UsageError, match=message):
         seats_of(gpus, workers, load_job(None, [f"engine.device={device}"] if device else []))
+
+
+def test_a_worker_that_starts_late_does_not_take_another_model(tmp_path: Path) -> None:
+    """As one in a dead one's place may, hours after the run began: the model's files are those of the plan."""
+    model, out = tiny.save(tmp_path / "model"), tmp_path / "out"
+    job = load_job(None, [f"model.path={model}", "engine.device=cpu"])
+    open_run(RunDirectory(out), [runs.prompts(tmp_path / "m.parquet", 1, width=64, height=64)], job)
+    weights = Path("unet") / "diffusion_pytorch_model.safetensors"
+    (tiny.save(tmp_path / "other", seed=2) / weights).replace(model / weights)
+    said: list[str] = []
+    reporter = launched.Reporter(io.StringIO())
+    reporter.say = said.append  # type: ignore[method-assign]
+    order = launched.Order(out, job, left=1.0, num_others=0, may_wait=True, time_left=TimeLeft())
+    assert launched._work(order, Stop(), reporter) == 2
+    assert f"model.file:{weights}: " in said[0]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from batchgen.checks import MAX_STEPS
 from batchgen.cost import ConservativeModel, PatternModel, Seconds, allowed_sizes
 from batchgen.errors import UsageError
+from batchgen.limits import Limits
 from batchgen.models.facts import PATTERN
-from batchgen.planner import SHARD_S, Cut, Grouper, Limits, _search, cut, cut_group, order_of_groups
+from batchgen.planner import SHARD_S, Cut, Grouper, _search, cut, cut_group, order_of_groups
 from batchgen.records import Group
 from batchgen.schedule import makespan
 

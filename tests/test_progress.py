@@ -59,6 +59,18 @@ def test_lines_are_written_where_there_is_no_terminal(monkeypatch: pytest.Monkey
 NOW = Now("512x512, batch 8, guided, x,e", captures=2)
 
 
+def test_a_long_reading_says_how_far_it_is_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    read = progress.reading_bar()
+    for second in (10.0, 31.0, 40.0, 62.0, 100.0):
+        now[0] = second
+        read(2_000, 10_000)
+    assert capsys.readouterr().err == "checking: 4,000 of 10,000 rows\nchecking: 8,000 of 10,000 rows\n"
+
+
 def test_lines_say_what_is_made_and_what_is_waited_for() -> None:
     stream = io.StringIO()
     with Display(10, 2, 1, stream) as display:

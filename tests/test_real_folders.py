@@ -17,6 +17,7 @@ from batchgen.errors import UsageError
 from batchgen.models import hub
 from batchgen.models.fetching import fetch_model
 from batchgen.models.folder import find_model, identity, located
+from batchgen.models.loading import load_components
 from batchgen.records import Image
 from batchgen.weights import Model
 from tests import families, originals, runs, tiny
@@ -106,7 +107,15 @@ WRONG: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
         {},
         r"has only model.bin, pickles, which can run code; convert it once",
     ),
+    "no index": (lambda f: index(f, []), {}, r"index.json holds no JSON object"),
+    "an empty index": (lambda f: index(f, {}), {}, r"index.json has no weight_map that names files, so it is no index"),
+    "an index of numbers": (lambda f: index(f, {"weight_map": {"a": 1}}), {}, "no weight_map that names files"),
+    "an index of nothing": (lambda f: index(f, {"weight_map": None}), {}, "no weight_map that names files"),
 }
+
+
+def index(folder: Path, content: object) -> None:
+    (folder / f"{UNET}.safetensors.index.json").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -201,6 +210,13 @@ def test_a_configuration_that_has_no_effect(folder: Path) -> None:
         find_model(Model(path=str(folder), config="x"))
 
 
+def test_a_variant_that_has_no_effect_on_a_single_file(tmp_path: Path) -> None:
+    file = originals.write(tiny.pipeline("sd1"), tmp_path / "a.safetensors")
+    model = Model(path=str(file), config=str(tiny.folder("sd1")), variant="fp16")
+    with pytest.raises(UsageError, match=f"no weights of model.variant = 'fp16': all are in {file}; leave it out"):
+        find_model(model)
+
+
 def test_the_identity_of_a_single_file(tmp_path: Path) -> None:
     """Its content counts and not its name; so do the files of the configuration, and no weights that lie there."""
     config = bare("sd1", tmp_path)
@@ -238,3 +254,50 @@ def test_a_single_file_by_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ended = runs.batchgen("doctor", file, *words)
     assert "whole: " in " ".join(ended.out.split()), ended
+
+
+def test_shards_go_before_one_file_where_the_library_reads_them_first(tmp_path: Path) -> None:
+    """What is identified is what is read: of a network the shards, of a text encoder the one file."""
+    folder, shards = tiny.save(tmp_path / "model", seed=2), tiny.pipeline("sd1")
+    single = tiny.reference_pipeline(folder)
+    shards.unet.save_pretrained(tmp_path / "unet", max_shard_size="700KB")
+    shards.text_encoder.save_pretrained(tmp_path / "text_encoder", max_shard_size="20KB")
+    for name in ("unet", "text_encoder"):
+        for file in (tmp_path / name).glob("*-of-*"):
+            shutil.copy(file, folder / name)
+        (index,) = (tmp_path / name).glob("*.index.json")
+        shutil.copy(index, folder / name)
+    model = find_model(Model(path=str(folder)))
+    read = [Path(name).name for name in model.files if name.endswith("safetensors")]
+    assert sum("-of-" in name for name in read) > 1
+    assert sorted(name for name in read if "-of-" not in name) == [
+        "diffusion_pytorch_model.safetensors",  # The VAE's.
+        "model.safetensors",
+    ]
+    loaded = load_components(model, torch.float32, torch.float32)
+    for name, wanted in (("unet", shards.unet), ("text_encoder", single.text_encoder)):
+        for mine, theirs in zip(loaded[name].parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("unet/config.json", {"sample_size": "x"}),
+        ("vae/config.json", {"block_out_channels": 5}),
+        ("vae/config.json", {"block_out_channels": "x"}),
+        ("scheduler/scheduler_config.json", {"_class_name": ["a"]}),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
+        ("text_encoder/config.json", {"hidden_size": 17}),
+    ],
+)
+def test_configurations_of_nonsense_are_no_crash(tmp_path: Path, file: str, values: dict[str, object]) -> None:
+    """They are found while planning, or at the latest when the model is loaded."""
+    folder = tiny.save(tmp_path / "model")
+    content = json.loads((folder / file).read_text()) | values
+    (folder / file).write_text(json.dumps(content))
+    source = runs.prompts(tmp_path / "m.parquet", 1, width=64, height=64)
+    ended = runs.run(source, tmp_path / "out", "--set", "engine.device=cpu", "--max-memory", "1GB", model=folder)
+    assert ended.code == 2, ended
+    assert str(folder) in ended.err
+    assert "Traceback" not in ended.err

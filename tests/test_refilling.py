@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from batchgen import refilling
 from batchgen.bench.workload import Workload
 from batchgen.cost import ConservativeModel, PatternModel, Seconds
+from batchgen.limits import Limits
 from batchgen.models.facts import PATTERN
-from batchgen.planner import Cut, Grouper, Limits, cut, order_of_groups, plain_batches
+from batchgen.planner import Cut, Grouper, cut, order_of_groups, plain_batches
 from batchgen.refilling import MAX_BATCH_S, MAX_IDLE_SHARE, MAX_TURNS, Batches, cheapest
 from batchgen.schedule import makespan
 from tests.runs import ROOT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_a_plan_within_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "fits into 24 GB, 48 GB, 80 GB" in plain.out
 
 
-@pytest.mark.parametrize("text", ["", "24", "GB", "0GB", "-1GB", "24 apples"])
+@pytest.mark.parametrize("text", ["", "24", "GB", "0GB", "-1GB", "24 apples", "9" * 400 + "GB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="a size is a number and a unit" if text else "engine.max_memory"):
         of("demo", f"engine.max_memory={json.dumps(text)}")
@@ -260,6 +261,17 @@ def test_where_encoders_lie_changes_no_pixel(model: str, kind: str, monkeypatch:
         if kind == "load":
             assert sum(one.numel() for encoder in other.model.encoders for one in encoder.parameters()) == 0
     assert len(read) == (len(shards) if kind == "load" else 0)
+
+
+def test_encoders_that_are_others_when_they_are_read_again(tmp_path: Path) -> None:
+    """The rows that are left would be made by other weights than the run was planned with."""
+    folder = tiny.save(tmp_path / "model")
+    made = Engine(tiny.job(folder, "engine.text_encoder=load"))
+    pixels(made, [tiny.row(steps=1)])
+    weights = folder / "text_encoder" / "model.safetensors"
+    shutil.copy(tiny.save(tmp_path / "other", seed=2) / "text_encoder" / "model.safetensors", weights)
+    with pytest.raises(UsageError, match=f"{weights} was written anew or replaced while the run was at work"):
+        pixels(made, [tiny.row(steps=1, prompt="another")])
 
 
 def test_encoders_of_a_single_file_are_not_read_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lora_files import lora_sets
+from batchgen.models.packages import check_packages
 from batchgen.wording import counted, sized
 
 _HALF_BYTES = 2
@@ -26,6 +27,8 @@ def known(job: Job) -> tuple[Facts | None, Finding]:
         facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         folder = find_model(job.model, has_checker=job.engine.safety_checker) if facts.needs_torch else None
         parameters = num_parameters(folder) if folder else 0
+        if folder:
+            check_packages(folder)
     except UsageError as error:
         what, _, advice = str(error).partition("; ")
         return None, Finding("model", "amiss", what, advice or what)

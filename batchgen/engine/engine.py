@@ -34,36 +34,19 @@ from batchgen.engine.safety import Safety
 from batchgen.engine.samplers import Samplers, Table
 from batchgen.engine.steps import Steps
 from batchgen.engine.tuning import Tuning
-from batchgen.errors import UsageError
 from batchgen.generator import Context, OutOfMemory, Pending
 from batchgen.job import Job
-from batchgen.models import aura, chroma, flux, flux2, hunyuan, pixart, qwen_image, sana, sd, sd3, sdxl, z_image
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import OWN_UPDATE, Facts
 from batchgen.models.family import Conditioning, Family
+from batchgen.models.fitting import check_keys
 from batchgen.models.folder import facts_of, find_model
+from batchgen.models.loaders import LOADERS
 from batchgen.models.lora_files import lora_sets
 from batchgen.models.tokens import TokenCount, count_tokens
 from batchgen.models.transfer import Mark, to_device
 from batchgen.pictures import read_all
 from batchgen.records import Batch, Bucket, Captured, Failure, Group, Image, Outcome, Pixels, Row, Spent
-
-FAMILIES: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, torch.device], Family]] = {
-    "StableDiffusionPipeline": sd.load,
-    "StableDiffusionXLPipeline": sdxl.load,
-    "StableDiffusion3Pipeline": sd3.load,
-    "FluxPipeline": flux.load,
-    "Flux2KleinPipeline": flux2.load,
-    "QwenImagePipeline": qwen_image.load,
-    "ChromaPipeline": chroma.load,
-    "ZImagePipeline": z_image.load,
-    "PixArtAlphaPipeline": pixart.load_alpha,
-    "PixArtSigmaPipeline": pixart.load_sigma,
-    "SanaPipeline": sana.load,
-    "AuraFlowPipeline": aura.load,
-    "HunyuanDiTPipeline": hunyuan.load,
-}
-"""What loads a folder, by the pipeline class that it names."""
 
 
 class Engine:
@@ -77,6 +60,9 @@ class Engine:
         folder = _folder(job)
         self.model = _load(job, self.facts, self.device, folder)
         self.samplers = Samplers(self.model.scheduler, self.facts)
+        if folder.replaced.has_scheduler:
+            schedule = self.model.schedule(self.facts.min_size, self.facts.min_size, self.facts.steps)
+            self.samplers.check_own(folder.replaced.scheduler, schedule)
         self._meter = Meter(self.device)
         self.versions: Mapping[str, str] = versions_of(self.device, self.model.dtype)
         self._compiler = Compiler(self.model)
@@ -187,7 +173,7 @@ class Engine:
         rows, is_guided = _padded(batch), batch.group.is_guided
         texts = self.model.texts(rows, is_guided)
         encoded = with_room("encoding texts", lambda: self._prompts.encoded(batch.group.lora, texts), self.free)
-        return self.model.conditioning(rows, is_guided, encoded)
+        return self.model.conditioning(rows, batch.group, encoded)
 
     def tables(self, rows: Sequence[Row]) -> list[Table]:
         """Each row's sampler at its step count, size and strength."""
@@ -298,7 +284,7 @@ class Engine:
         tokenizer = self.model.tokenizer
         prompts = count_tokens(tokenizer, [row.prompt for row in batch.rows], self.facts)
         texts = [(row.negative_prompt or "") if batch.group.is_guided else "" for row in batch.rows]
-        negatives = count_tokens(tokenizer, texts, self.facts)
+        negatives = count_tokens(tokenizer, texts, self.facts, are_negative=True)
         return [
             TokenCount(prompt.read, prompt.dropped + negative.dropped)
             for prompt, negative in zip(prompts, negatives, strict=True)
@@ -319,29 +305,18 @@ def _outcome(
 
 
 def _folder(job: Job) -> ModelFolder:
-    """The job's model folder. Raises UsageError as `find_model`, and where text encoders are to be read again and again
-    that must be converted each time."""
+    """The job's model folder. Raises UsageError as `find_model` and `check_keys`."""
     folder = find_model(job.model, has_checker=job.engine.safety_checker)
-    if job.engine.text_encoder != "load":
-        return folder
-    if job.model.loras:
-        raise UsageError(
-            'engine.text_encoder = "load" reads text encoders anew for each shard, and model.loras may change them; '
-            'take "offload"'
-        )
-    if folder.in_checkpoint & set(folder.encoders):
-        raise UsageError(
-            f'engine.text_encoder = "load" reads text encoders from a folder, and {folder.checkpoint} is a single file '
-            'that holds them; take "offload"'
-        )
-    return replace(folder, deferred=frozenset(folder.encoders))
+    check_keys(job, folder)
+    is_deferred = job.engine.text_encoder == "load"
+    return replace(folder, deferred=frozenset(folder.encoders)) if is_deferred else folder
 
 
 def _load(job: Job, facts: Facts, device: torch.device, folder: ModelFolder) -> Family:
     dtype = dtype_of(job.model.dtype, facts, device)
     vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
     with quiet_libraries():
-        family = FAMILIES[folder.family](folder, dtype, vae_dtype, device)
+        family = LOADERS[folder.family](folder, dtype, vae_dtype, device)
     if job.engine.vae_tiling:
         family.vae.enable_tiling()
     return family

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from batchgen.engine.devices import quiet_libraries
 from batchgen.errors import UsageError
 from batchgen.models.lora_files import LoraPart
+from batchgen.models.unchanged import Unchanged
 from batchgen.wording import first_line, listed
 
 _FACTOR = re.compile(r"[._](lora([._]|_linear_layer\.)|lokr_|alpha$|dora_scale$).*")
@@ -51,6 +52,7 @@ class Loras:
         """The weights that sets change, as the model has them, in host memory."""
         self._changed: list[nn.Parameter] = []
         self._of_texts: set[str] = set()
+        self._files = Unchanged(part.path for parts in sets.values() for part in parts)
         if sets:
             _check_packages(pipeline, model)
         for name in sets:
@@ -63,7 +65,8 @@ class Loras:
 
     def use(self, name: str) -> None:
         """Put a set in the place of the one that is in the weights; "" is none. What is queued on the device before
-        still reads the weights as they were. Where one cannot be put there, such as for want of memory, none is."""
+        still reads the weights as they were. Where one cannot be put there, such as for want of memory, none is. Raises
+        UsageError for a file that is another one by now."""
         if name == self.now:
             return
         with torch.inference_mode(False), torch.no_grad(), quiet_libraries(logging.CRITICAL), warnings.catch_warnings():
@@ -85,6 +88,7 @@ class Loras:
 
     def _put(self, name: str) -> None:
         components = self._components()
+        self._files.check()
         try:
             for number, part in enumerate(self._sets[name]):
                 with self._reading(name, part):

@@ -11,6 +11,7 @@ import torch
 from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Family
 from batchgen.models.loading import empty, fill
+from batchgen.models.unchanged import Unchanged
 
 Kind = Literal["gpu", "offload", "load"]
 
@@ -22,12 +23,15 @@ class Residence:
         self._kind = kind
         self._model = model
         self._folder = folder
+        own = (path for name, path in folder.paths.items() if name.partition("/")[0] in folder.encoders)
+        self._files = Unchanged(own if kind == "load" else ())
         if kind == "offload":
             self._move(torch.device("cpu"))
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The encoders are on the device for the time of the block. Raises UsageError for weights that are gone."""
+        """The encoders are on the device for the time of the block. Raises UsageError for weights that are gone or
+        others by now."""
         try:
             self._bring()
             yield
@@ -38,6 +42,7 @@ class Residence:
         if self._kind == "offload":
             self._move(self._model.device)
         elif self._kind == "load":
+            self._files.check()
             fill(self._model.encoders, self._folder, self._model.dtype, self._model.device)
 
     def _take_away(self) -> None:

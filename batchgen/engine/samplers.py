@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,35 @@ class Samplers:
             form = tuple(self._facts.sampler_facts(name).form.split(","))
             self._tables[key] = probe(lambda: self.scheduler(name, steps, schedule=schedule), form, skipped)
         return self._tables[key]
+
+    def check_own(self, options: Mapping[str, object], schedule: Schedule) -> None:
+        """Try the scheduler that a job gives the model. Raises UsageError for an option that the model's pipeline has
+        undone, and for a scheduler that cannot step."""
+        own, name = self._own, type(self._own).__name__
+        for key, value in options.items():
+            if key != "_class_name" and own.config[key] != value:
+                raise UsageError(
+                    f"model.scheduler_options: {key} = {value!r} has no effect: the model's pipeline in diffusers sets "
+                    f"it to {own.config[key]!r}; leave it out"
+                )
+        facts = self._facts.sampler_facts(name)
+        steps = next((one for one in range(self._facts.steps, 0, -1) if facts.makes(one)), None)
+        if steps is None:
+            return
+        random = torch.randn((1, 4, 8, 8), generator=torch.Generator("cpu").manual_seed(0))
+        try:
+            scheduler = copy.deepcopy(own)
+            schedule.set(scheduler, steps, "cpu")
+            arguments = step_arguments(scheduler, torch.Generator("cpu"))
+            for timestep in scheduler.timesteps:
+                random = scheduler.step(random, timestep, random, **arguments, return_dict=False)[0]
+            if not random.isfinite().all():
+                raise ValueError("its steps lead to NaN or Inf")
+        except Exception as error:  # diffusers' schedulers raise what they like.
+            raise UsageError(
+                f"model.scheduler: {name} cannot be used as the job gives it: {first_line(error)}; check "
+                "model.scheduler and model.scheduler_options"
+            ) from error
 
     def _build(self, name: str) -> Scheduler:
         facts = self._facts.sampler_facts(name)

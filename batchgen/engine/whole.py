@@ -23,24 +23,17 @@ from batchgen.engine.devices import (
 )
 from batchgen.engine.engine import Engine
 from batchgen.engine.loras import Loras
-from batchgen.errors import UsageError
 from batchgen.generator import Context, Dropped, Generator, Pending
 from batchgen.job import Job
 from batchgen.models.contents import ModelFolder
 from batchgen.models.facts import Facts
+from batchgen.models.fitting import check_keys
 from batchgen.models.folder import BUILT_IN, facts_of, find_model
 from batchgen.models.loading import load_pipeline
 from batchgen.models.lora_files import lora_sets
 from batchgen.records import Batch, Failure, Image, Outcome, Pixels, Row, Spent
 
 NOT_FINITE = Fault("NotFinite", "the image has NaN or Inf in it")
-_FIXED = {
-    "mode": ("auto", "eager"),
-    "decode_batch": (None,),
-    "text_encoder": ("gpu",),
-    "vae_tiling": (False,),
-}
-"""Keys of `[engine]` that have no other effect here."""
 
 
 def open_model(job: Job, context: Context | None) -> Generator:
@@ -54,11 +47,11 @@ class WholePipeline:
     would have no effect."""
 
     def __init__(self, job: Job, context: Context | None = None) -> None:
-        check_keys(job)
+        folder = find_model(job.model)
+        check_keys(job, folder)
         self.device = find_device(job.engine.device)
         limit_memory(job.engine.max_memory_bytes, self.device, (context or Context()).say)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
-        folder = find_model(job.model)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
         self._pipeline = load(folder, dtype, self.device)
         self._loras = Loras(self._pipeline, lora_sets(job.model), job.model.path)
@@ -140,21 +133,9 @@ def judge(made: Any, row: Row) -> Pixels | Fault:
     return CONSTANT if (pixels == pixels[0, 0]).all() else pixels
 
 
-def check_keys(job: Job) -> None:
-    """Raises UsageError for a key that would have no effect on this family."""
-    keys = {f"engine.{name}": (getattr(job.engine, name), allowed) for name, allowed in _FIXED.items()}
-    keys["model.vae_dtype"] = (job.model.vae_dtype, (None,))
-    for name, (value, allowed) in keys.items():
-        if value not in allowed:
-            raise UsageError(
-                f"{name} = {value!r} has no effect on model {job.model.path!r}: its rows are made by diffusers' own "
-                "pipeline, eager; leave it out"
-            )
-
-
 def load(folder: ModelFolder, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a checked folder, on the device: safetensors only, no code from the folder. Raises UsageError for
-    weights that cannot be read or do not fill the networks."""
+    weights that cannot be read or do not fill the networks, or if a package is lacking."""
     with quiet_libraries():
         made = load_pipeline(folder, dtype)
     made.set_progress_bar_config(disable=True)

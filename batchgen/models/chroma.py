@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from batchgen.models.contents import ModelFolder
-from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
-from batchgen.models.flow import FlowMatching
+from batchgen.models.family import Conditioning, Encoded, Network, doubled, guide
+from batchgen.models.flow import PATCH, FlowMatching
 from batchgen.models.flow_facts import FLUX_T5_LENGTH
-from batchgen.models.flux import PATCH, places
+from batchgen.models.flux import places
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class NoGuidance(nn.Module):
@@ -65,19 +65,14 @@ class Chroma(FlowMatching):
         weights = torch.arange(ids.shape[1], device=self.device) <= mask.sum(1, keepdim=True)
         return list(zip(embeddings, weights.to(self.dtype), strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `weights` `[B or 2B, L]`."""
-        both = [encoded[text] for text in self.texts(rows, is_guided)]
+        both = [encoded[text] for text in self.texts(rows, group.is_guided)]
         inputs = {
             "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
             "weights": torch.stack([weights for _, weights in both]),
         }
-        return Conditioning(self._scales([row.guidance_scale for row in rows]), is_guided, inputs)
-
-    def schedule(self, width: int, height: int, steps: int) -> Schedule:
-        """As Family.schedule."""
-        side = self.pixels_per_latent * PATCH
-        return Schedule(self._shift((height // side) * (width // side)), is_even=True)
+        return Conditioning(self._scales([row.guidance_scale for row in rows]), group.is_guided, inputs)
 
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As Family.predict; the network is given its sequence of patches, each with its place and the weight 1. The

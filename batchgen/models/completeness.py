@@ -57,12 +57,13 @@ def checked(folder: ModelFolder) -> ModelFolder:
     weights: list[str] = []
     for name, component in components.items():
         if component.is_tokenizer and not folder.is_generic:
-            files += _tokenizer_files(path, name)
+            files += _tokenizer_files(path, name, component)
         if component.weights is not None and name not in folder.in_checkpoint:
-            weights += _weight_files(folder, name, component.weights)
-    if folder.variant and weights and not any(f".{folder.variant}" in Path(name).name for name in weights):
+            weights += _weight_files(folder, name, component)
+    if folder.variant and not any(f".{folder.variant}" in Path(name).name for name in weights):
+        found = listed(weights) if weights else f"all are in {folder.checkpoint}"
         raise UsageError(
-            f"model folder {path} has no weights of model.variant = {folder.variant!r}: {listed(weights)}; leave it out"
+            f"model folder {path} has no weights of model.variant = {folder.variant!r}: {found}; leave it out"
         )
     return replace(folder, files=tuple(sorted({*files, *weights})))
 
@@ -125,34 +126,41 @@ def _check_class(folder: ModelFolder, name: str, component: Component) -> None:
         )
 
 
-def _tokenizer_files(path: Path, component: str) -> list[str]:
-    vocabularies = [name for name in _VOCABULARIES if (path / component / name).is_file()]
+def _tokenizer_files(path: Path, name: str, component: Component) -> list[str]:
+    allowed = (component.vocabulary,) if component.vocabulary else _VOCABULARIES
+    vocabularies = [file for file in allowed if (path / name / file).is_file()]
     if not vocabularies:
-        raise UsageError(f"model folder {path} lacks {component}/{f' or {component}/'.join(_VOCABULARIES)}")
+        raise UsageError(f"model folder {path} lacks {name}/{f' or {name}/'.join(allowed)}")
     if "tokenizer.json" in vocabularies:
         # It holds all that a .model file does, and is what is read.
-        vocabularies = [name for name in vocabularies if not name.endswith(".model")]
+        vocabularies = [file for file in vocabularies if not file.endswith(".model")]
     others = ("merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
-    found = vocabularies + [name for name in others if (path / component / name).is_file()]
-    return [f"{component}/{name}" for name in found]
+    found = vocabularies + [file for file in others if (path / name / file).is_file()]
+    return [f"{name}/{file}" for file in found]
 
 
-def _weight_files(folder: ModelFolder, component: str, stem: str) -> list[str]:
+def _weight_files(folder: ModelFolder, name: str, component: Component) -> list[str]:
     """The component's weights, in the job's variant if it has them so: one file, or an index and the shards it
-    names."""
-    place = folder.place(component)
+    names. Where both are there, diffusers reads the shards, and transformers the one file."""
+    place, stem = folder.place(name), component.weights
     for dotted in (f".{folder.variant}", "") if folder.variant else ("",):
-        single, index = f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"
-        if (place / single).is_file():
-            return [f"{component}/{single}"]
-        if (place / index).is_file():
-            return [f"{component}/{name}" for name in (index, *_shards(folder, place, index))]
+        kinds = [f"{stem}{dotted}.safetensors", f"{stem}.safetensors.index{dotted}.json"]
+        for file in reversed(kinds) if component.library == "diffusers" else kinds:
+            if (place / file).is_file():
+                shards = _shards(folder, place, file) if file.endswith(".json") else []
+                return [f"{name}/{one}" for one in (file, *shards)]
     raise UsageError(_no_weights(folder, place, f"{stem}.safetensors"))
 
 
 def _shards(folder: ModelFolder, place: Path, index: str) -> list[str]:
     """The shards that an index names. Raises UsageError, which names those that are not there."""
-    shards = sorted(set(read_json(place / index).get("weight_map", {}).values()))
+    told = read_json(place / index).get("weight_map")
+    if not (isinstance(told, dict) and told and all(isinstance(one, str) for one in told.values())):
+        raise UsageError(
+            f"model file {place / index} has no weight_map that names files, so it is no index of weights; "
+            f"{_again(folder)}"
+        )
+    shards = sorted(set(told.values()))
     lost = [one for one in shards if not (place / one).is_file()]
     if lost:
         raise UsageError(
@@ -173,7 +181,7 @@ def _again(folder: ModelFolder) -> str:
 
 
 def _no_weights(folder: ModelFolder, place: Path, wanted: str) -> str:
-    others = sorted(file.name for file in place.glob("*.safetensors"))
+    others = sorted(file.name for file in place.glob("*.safetensors") if file.is_file())
     pickles = sorted(file.name for pattern in _PICKLES for file in place.glob(pattern))
     if folder.checkpoint is not None:
         return (

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.errors import UsageError
 from batchgen.models import checkpoints, generic
 from batchgen.models.layouts import FAMILIES, Component, Layout
 from batchgen.models.reading import read_json
 from batchgen.models.replacing import NOTHING, Replaced
+
+_LEAST = {"num_train_timesteps": 1, "steps_offset": 0, "original_inference_steps": 1, "solver_order": 1}
+"""Keys of a scheduler's configuration that planning counts with, and what each is at least."""
+
+
+@contextmanager
+def read_of(path: Path) -> Iterator[None]:
+    """What is read off a model folder's configurations: values that nothing can be made of are named as the folder's
+    fault."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"model folder {path}: its configurations are not usable ({type(error).__name__}: {error}); download it "
+            "again"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +102,7 @@ class ModelFolder:
     @property
     def encoders(self) -> tuple[str, ...]:
         """The text encoders."""
-        return tuple(name for name, one in self.components.items() if one.library == "transformers" and one.weights)
+        return tuple(name for name, one in self.components.items() if name.startswith("text_encoder") and one.weights)
 
     @property
     def paths(self) -> dict[str, Path]:
@@ -120,5 +138,14 @@ class ModelFolder:
 
     def config(self, component: str) -> dict[str, Any]:
         """The component's JSON configuration."""
-        found = read_json(self.file(f"{component}/{self.components[component].config}"))
-        return {**found, **self.replaced.scheduler} if component == "scheduler" else found
+        file = self.file(f"{component}/{self.components[component].config}")
+        found = read_json(file)
+        if component != "scheduler":
+            return found
+        options = self.replaced.scheduler
+        for key, least in _LEAST.items():
+            value = options.get(key, found.get(key, least))
+            if not isinstance(value, int) or value < least:
+                where = "model.scheduler_options" if key in options else f"model file {file}"
+                raise UsageError(f"{where}: {key} = {value!r} must be a whole number from {least} on")
+        return {**found, **options}

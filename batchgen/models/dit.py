@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batchgen.models.family import Conditioning, Encoded, Network, doubled, guide
 from batchgen.models.latent import LatentDiffusion, tokens
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class DiffusionTransformer(LatentDiffusion):
@@ -32,12 +32,12 @@ class DiffusionTransformer(LatentDiffusion):
         """Likewise of a negative prompt."""
         return text
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: each of `encodings` `[B or 2B, …]`, and those of `_sizes`."""
-        both = zip(*(encoded[text] for text in self.texts(rows, is_guided)), strict=True)
+        both = zip(*(encoded[text] for text in self.texts(rows, group.is_guided)), strict=True)
         inputs = {name: torch.stack(ones) for name, ones in zip(self.encodings, both, strict=True)}
-        inputs |= {name: doubled(one, is_guided) for name, one in self._sizes(rows).items()}
-        return Conditioning(self._scales([row.guidance_scale for row in rows]), is_guided, inputs)
+        inputs |= {name: doubled(one, group.is_guided) for name, one in self._sizes(rows).items()}
+        return Conditioning(self._scales([row.guidance_scale for row in rows]), group.is_guided, inputs)
 
     def _sizes(self, rows: Sequence[Row]) -> Mapping[str, Tensor]:
         """What the network is told of the images' sizes, `[B, …]`; of most, nothing."""

@@ -23,6 +23,13 @@ SANA_LENGTH = 300
 """Tokens of Gemma that the network is told; of the next, those that are the instructions' last and first."""
 _OF_INSTRUCTION = 2
 SANA_SCHEDULERS = ("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
+LUMINA_LENGTH = 256
+"""Tokens of Gemma that Lumina2Pipeline takes by default, those of the next included."""
+LUMINA_SYSTEM = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
+"""What it puts before each prompt, but not before negative ones."""
 _DENOISED_LAST = ("LCMScheduler",)
 """Schedulers whose only step PixArtAlphaPipeline can make: it asks for the denoised latents beside the next."""
 
@@ -112,6 +119,7 @@ def sana(configs: Mapping[str, Config], clip_length: int) -> Facts:
         max_steps=scheduler.get("num_train_timesteps", 1000),
         prompt_tokens=SANA_LENGTH - _OF_INSTRUCTION,
         reads=with_instruction,
+        reads_negative=plain,
     )
 
 
@@ -134,6 +142,34 @@ def aura_flow(configs: Mapping[str, Config], clip_length: int) -> Facts:
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         max_size=math.isqrt(network.get("pos_embed_max_size", 1024)) * multiple,
         prompt_tokens=AURA_LENGTH - 1,
+        upcasts_vae=True,
+    )
+
+
+def lumina2(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `pixart_sigma`, of a Lumina-Image 2.0 folder."""
+    check_scheduler(configs["scheduler"])
+    network, scale = configs["transformer"], vae_scale(configs["vae"])
+    multiple = scale * network.get("patch_size", 2)
+    side = network.get("sample_size", 128) * scale
+    return Facts(
+        family="lumina-2",
+        size_multiple=multiple,
+        min_size=multiple,
+        width=side,
+        height=side,
+        steps=30,
+        guidance_scale=4.0,
+        sampler=SCHEDULERS[0],
+        text_length=LUMINA_LENGTH,
+        samplers=EULER,
+        half_dtype="bfloat16",
+        max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
+        max_size=multiple * min(network.get("axes_lens", (300, 512, 512))[1:]),
+        prompt_tokens=LUMINA_LENGTH - 1,
+        reads=with_system_prompt,
+        reads_negative=str,
+        is_added_within=True,
     )
 
 
@@ -147,6 +183,11 @@ def sana_instruction() -> str:
 def with_instruction(text: str) -> str:
     """A prompt as SanaPipeline's tokenizer is given it."""
     return sana_instruction() + plain(text)
+
+
+def with_system_prompt(text: str) -> str:
+    """A prompt as Lumina2Pipeline's tokenizer is given it."""
+    return f"{LUMINA_SYSTEM} <Prompt Start> {text}"
 
 
 def check_unshifted(scheduler: Config) -> None:

@@ -98,10 +98,17 @@ class Facts:
     """Where the text's length follows the prompt."""
     strength: float | None = None
     """The default of that column for a row with an init image; None where the family takes no init image."""
+    upcasts_vae: bool = False
+    """Whether the VAE of a float16 model is float32 where its configuration says that it overflows in float16
+    (`force_upcast`)."""
     makes_cut_step: bool = False
     """Whether the step that a strength falls into is made: with 0.5, one or two of three."""
     reads: Callable[[str], str] = str
     """What the tokenizer is given of a prompt; what that adds to every prompt does not count."""
+    reads_negative: Callable[[str], str] | None = None
+    """Likewise of a negative prompt, where that is something else."""
+    is_added_within: bool = False
+    """Whether what `reads` adds takes its part of `prompt_tokens`."""
 
     def is_guided(self, scale: float) -> bool:
         """The family's own rule for running the network twice per step, for a row with a negative prompt."""

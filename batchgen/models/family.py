@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models.safety import SafetyChecker
-from batchgen.records import Pixels, Row
+from batchgen.records import Group, Pixels, Row
 
 Encoded = tuple[Tensor, ...]
 """What the text encoders make of one text, without the batch dimension."""
@@ -108,7 +108,7 @@ class Family(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Run the text encoders on one chunk of texts."""
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """The batch's conditioning from its texts' encodings."""
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
@@ -138,9 +138,16 @@ def doubled(tensor: Tensor, is_guided: bool) -> Tensor:
 
 def guide(prediction: Tensor, conditioning: Conditioning) -> Tensor:
     """Classifier-free guidance (Ho and Salimans 2022, equation 6, in diffusers' scale): the difference of the two
-    halves of a prediction `[2B, C, h, w]`, weighted by each row's own scale."""
+    halves of a prediction `[2B, …]`, weighted by each row's own scale."""
     if not conditioning.is_guided:
         return prediction
     negative, positive = prediction.chunk(2)
-    scale = conditioning.guidance[:, None, None, None]
+    scale = conditioning.guidance.view(-1, *[1] * (prediction.ndim - 1))
     return negative + (scale * (positive - negative)).to(prediction.dtype)
+
+
+def as_long(guided: Tensor, positive: Tensor) -> Tensor:
+    """A guided prediction whose vectors along the last dimension have the length of the prompt's own prediction."""
+    wanted, found = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (positive, guided))
+    rescaled: Tensor = guided * (wanted / found)
+    return rescaled

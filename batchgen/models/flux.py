@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from batchgen.models.contents import ModelFolder
-from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
-from batchgen.models.flow import FlowMatching
+from batchgen.models.family import Conditioning, Encoded, Network, doubled, guide
+from batchgen.models.flow import PATCH, FlowMatching, grid
 from batchgen.models.flow_facts import FLUX_T5_LENGTH
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
-
-PATCH = 2
-"""Latents along a side of each patch of the network's sequence."""
+from batchgen.records import Group, Row
 
 
 class Flux(FlowMatching):
@@ -50,22 +47,17 @@ class Flux(FlowMatching):
         pooled = clip(tokens(self._pipeline.tokenizer, texts, self.device)[0]).pooler_output
         return list(zip(embeddings.to(self.dtype), pooled.to(self.dtype), strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `pooled_projections` `[B or 2B, P]`, and of a distilled
         network `guidance` `[B or 2B]`, each row's guidance scale."""
-        both = [encoded[text] for text in self.texts(rows, is_guided)]
+        both = [encoded[text] for text in self.texts(rows, group.is_guided)]
         inputs = {
             "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
             "pooled_projections": torch.stack([pooled for _, pooled in both]),
         }
         if self._pipeline.transformer.config.guidance_embeds:
-            inputs["guidance"] = doubled(self._scales([row.guidance_scale for row in rows]), is_guided)
-        return Conditioning(self._scales([row.true_cfg_scale or 1.0 for row in rows]), is_guided, inputs)
-
-    def schedule(self, width: int, height: int, steps: int) -> Schedule:
-        """As Family.schedule."""
-        side = self._pipeline.vae_scale_factor * PATCH
-        return Schedule(self._shift((height // side) * (width // side)), is_even=True)
+            inputs["guidance"] = doubled(self._scales([row.guidance_scale for row in rows]), group.is_guided)
+        return Conditioning(self._scales([row.true_cfg_scale or 1.0 for row in rows]), group.is_guided, inputs)
 
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As Family.predict; the network is given its sequence of patches, each with its place."""
@@ -83,11 +75,9 @@ class Flux(FlowMatching):
 
 
 def places(latents: Tensor) -> Tensor:
-    """Of each patch of latents `[B, C, h, w]`: 0, its row and its column, `[h/2 * w/2, 3]`, made on the device, since a
-    capture can copy nothing there."""
-    sides = (torch.arange(side // PATCH, device=latents.device) for side in latents.shape[2:])
-    grid = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
-    return pad(grid.flatten(0, 1), (1, 0)).to(latents.dtype)
+    """Of each patch of latents `[B, C, h, w]`: 0, its row and its column, `[h/2 * w/2, 3]`."""
+    height, width = (side // PATCH for side in latents.shape[2:])
+    return pad(grid(height, width, latents.device), (1, 0)).to(latents.dtype)
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> Flux:

@@ -18,10 +18,11 @@ from torch.nn.functional import pad
 
 from batchgen.models.contents import ModelFolder
 from batchgen.models.family import Conditioning, Encoded, Network, Schedule, doubled, guide
+from batchgen.models.flow import grid
 from batchgen.models.flow_facts import FLUX2_LENGTH
 from batchgen.models.latent import LatentDiffusion, tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 _PATCH = 2
 """The VAE's latents along a side of one of the network's."""
@@ -59,11 +60,11 @@ class Flux2Klein(LatentDiffusion):
         embeddings = torch.cat([output.hidden_states[layer] for layer in _LAYERS], dim=-1).to(self.dtype)
         return [(embedding,) for embedding in embeddings]
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, 3 D]`."""
-        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, is_guided)])
+        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, group.is_guided)])
         scales = self._scales([row.guidance_scale for row in rows])
-        return Conditioning(scales, is_guided, {"encoder_hidden_states": embeddings})
+        return Conditioning(scales, group.is_guided, {"encoder_hidden_states": embeddings})
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""
@@ -97,10 +98,8 @@ class Flux2Klein(LatentDiffusion):
 
 
 def _places(latents: Tensor) -> Tensor:
-    """Of each latent of `[B, C, h, w]`: 0, its row, its column and 0, `[h * w, 4]`, made on the device."""
-    sides = (torch.arange(side, device=latents.device) for side in latents.shape[2:])
-    grid = torch.stack(torch.meshgrid(*sides, indexing="ij"), dim=-1)
-    return pad(grid.flatten(0, 1), (1, 1))
+    """Of each latent of `[B, C, h, w]`: 0, its row, its column and 0, `[h * w, 4]`."""
+    return pad(grid(latents.shape[2], latents.shape[3], latents.device), (1, 1))
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> Flux2Klein:

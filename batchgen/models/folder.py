@@ -18,7 +18,7 @@ from batchgen.errors import UsageError
 from batchgen.filesystem import resumable
 from batchgen.models import demo, facts, hashes, lora_files, replacing, signatures
 from batchgen.models.completeness import CONVERT, UNCHECKED, checked
-from batchgen.models.contents import ModelFolder
+from batchgen.models.contents import ModelFolder, read_of
 from batchgen.models.hub import cached
 from batchgen.models.reading import absolute, read_json
 from batchgen.models.replacing import replaced
@@ -48,7 +48,7 @@ def _place(model: Model, has_checker: bool, single: Model | None = None) -> Mode
         _refuse_idle(model, ("revision",), "a local folder has no revisions")
         return ModelFolder(model.path, absolute(local), model.variant, None, (), has_checker)
     if not is_hub_id(model):
-        near = difflib.get_close_matches(model.path, BUILT_IN, n=1)
+        near = [one for one in difflib.get_close_matches(model.path, BUILT_IN, n=1) if one != model.path]
         hint = f"did you mean {near[0]!r}?" if near else "name a diffusers folder or a hub id like owner/name"
         raise UsageError(f"there is no model folder {model.path!r} and none built in by that name; {hint}")
     place = cached(model, has_checker=has_checker, single=single)
@@ -120,7 +120,8 @@ def facts_of(model: Model, *, has_checker: bool = False) -> facts.Facts:
     if model.loras and not signatures.takes_loras(folder.family):
         _refuse_idle(model, ("loras",), f"{folder.family} of the installed diffusers takes no LoRAs")
     lora_files.lora_sets(model)
-    found = folder.layout.facts(folder.configs, 0 if folder.is_generic else _text_length(folder))
+    with read_of(folder.path):
+        found = folder.layout.facts(folder.configs, 0 if folder.is_generic else _text_length(folder))
     if model.path == "demo":
         return replace(found, steps=demo.STEPS, guidance_scale=demo.GUIDANCE, note=demo.NOTE)
     return found

@@ -66,7 +66,7 @@ def demand_of(folder: ModelFolder, facts: Facts, job: Job) -> Demand:
 
 
 def _vae_dtype(folder: ModelFolder, facts: Facts, dtype: str) -> str:
-    is_upcast = facts.family == "stable-diffusion-xl" and dtype == "float16"
+    is_upcast = facts.upcasts_vae and dtype == "float16"
     return "float32" if is_upcast and folder.config("vae").get("force_upcast", True) else dtype
 
 
@@ -127,8 +127,8 @@ def _encoding(config: Config, facts: Facts, value: int) -> float:
     config = cast(Config, config.get("text_config") or config)
     is_t5 = "d_model" in config
     width = config.get("d_model") or config.get("hidden_size") or 0
-    inner = config.get("d_ff") or config.get("intermediate_size") or 4 * width
+    inner = config.get("d_ff") or config.get("intermediate_size") or config.get("ffn_hidden_size") or 4 * width
     heads = config.get("num_heads") or config.get("num_attention_heads") or 0
-    layers = 2 if is_t5 else config.get("num_hidden_layers", 0)
+    layers = 2 if is_t5 else config.get("num_hidden_layers") or config.get("num_layers", 0)
     length = facts.text_length or 512
     return _TEXTS * length * value * (heads * length + 4 * inner + (4 + layers) * width)

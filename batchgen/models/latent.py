@@ -48,6 +48,7 @@ class LatentDiffusion:
         self.pixels_per_latent: int = pipeline.vae_scale_factor
         """Along a side."""
         self.checker: SafetyChecker | None = None
+        self._noise_dtype: torch.dtype = network.dtype
         self._pipeline = pipeline
 
     @property
@@ -63,7 +64,7 @@ class LatentDiffusion:
         """As Family.noise."""
         scale = self.pixels_per_latent
         shape = (1, self.channels, row.height // scale, row.width // scale)
-        noise: Tensor = randn_tensor(shape, generator=generator, dtype=self.dtype)
+        noise: Tensor = randn_tensor(shape, generator=generator, dtype=self._noise_dtype)
         return noise
 
     def encode_image(self, pixels: Pixels, generator: torch.Generator) -> Tensor:

@@ -20,6 +20,16 @@ class Component:
     """The weights' file name without variant and ending; None where there are none."""
     is_optional: bool = False
     """Whether a folder may be without it, which model_index.json then says."""
+    vocabulary: str | None = None
+    """The only file that a tokenizer reads its vocabulary from; None where that may be one of several kinds."""
+
+    @property
+    def module(self) -> str:
+        """Where Python has its classes: a library, or a part of diffusers that belongs to one pipeline."""
+        if self.library in ("diffusers", "transformers"):
+            return self.library
+        part = f"diffusers.pipelines.{self.library}"
+        return f"{part}.tokenizer" if self.is_tokenizer else part
 
     @property
     def is_tokenizer(self) -> bool:
@@ -128,6 +138,12 @@ _COMPONENTS_SANA: Mapping[str, Component] = {
     "tokenizer": Component("transformers", ("GemmaTokenizer", "GemmaTokenizerFast"), "tokenizer_config.json"),
     "scheduler": Component("diffusers", dit_facts.SANA_SCHEDULERS, "scheduler_config.json"),
 }
+_COMPONENTS_LUMINA: Mapping[str, Component] = {
+    **_COMPONENTS_SANA,
+    "transformer": Component("diffusers", ("Lumina2Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _COMPONENTS_AURA: Mapping[str, Component] = {
     "transformer": Component("diffusers", ("AuraFlowTransformer2DModel",), weights="diffusion_pytorch_model"),
     "vae": _COMPONENTS["vae"],
@@ -143,6 +159,11 @@ _COMPONENTS_HUNYUAN: Mapping[str, Component] = {
     "text_encoder_2": _COMPONENTS_FLUX["text_encoder_2"],
     "tokenizer_2": replace(_COMPONENTS_FLUX["tokenizer_2"], classes=(*_TOKENIZER_T5.classes, "MT5Tokenizer")),
     "scheduler": _COMPONENTS["scheduler"],
+}
+_COMPONENTS_KOLORS: Mapping[str, Component] = {
+    **{name: _COMPONENTS[name] for name in ("unet", "vae", "scheduler")},
+    "text_encoder": Component("kolors", ("ChatGLMModel",), weights="model"),
+    "tokenizer": Component("kolors", ("ChatGLMTokenizer",), "tokenizer_config.json", vocabulary="tokenizer.model"),
 }
 _CHECKER: Mapping[str, Component] = {
     "safety_checker": Component("stable_diffusion", ("StableDiffusionSafetyChecker",), weights="model"),
@@ -200,5 +221,7 @@ FAMILIES: Mapping[str, Layout] = {
     "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),
     "AuraFlowPipeline": Layout(_COMPONENTS_AURA, dit_facts.aura_flow, "transformer"),
     "HunyuanDiTPipeline": Layout(_COMPONENTS_HUNYUAN, dit_facts.hunyuan_dit, "transformer"),
+    "KolorsPipeline": Layout(_COMPONENTS_KOLORS, unet_facts.kolors),
+    "Lumina2Pipeline": Layout(_COMPONENTS_LUMINA, dit_facts.lumina2, "transformer"),
 }
 """By the pipeline class that model_index.json names."""

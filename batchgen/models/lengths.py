@@ -38,6 +38,9 @@ class Lengths:
     """What stands around a text, with `{}` for the text; None where that is the tokenizer's template of a chat."""
     skipped: int = 0
     """Tokens at the beginning that the encoder reads and the network is not told."""
+    shared: tuple[int, ...] = ()
+    """Lengths, ascending, that texts of several are padded to where few have the same: the network can be told to look
+    past padding. Empty where it cannot."""
 
     def written(self, tokenizer: Any, text: str) -> str:
         """What the tokenizer is given of a text."""

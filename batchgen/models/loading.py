@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,21 +10,13 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers.pipelines import stable_diffusion
-from safetensors import SafetensorError
 
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.models.contents import ModelFolder
 from batchgen.models.layouts import Component
+from batchgen.models.packages import check_packages
 from batchgen.models.reading import read_json
 from batchgen.wording import first_line
-
-_LIBRARIES: Mapping[str, Any] = {
-    "diffusers": diffusers,
-    "transformers": transformers,
-    "stable_diffusion": stable_diffusion,
-}
-"""By the names that model_index.json has for them."""
 
 
 def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype) -> dict[str, Any]:
@@ -33,6 +25,7 @@ def load_components(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dt
 
     Raises UsageError for weights that cannot be read or that do not fill the network, or if a package is lacking.
     """
+    check_packages(folder)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     dtypes = dict.fromkeys(folder.components, dtype) | {"vae": vae_dtype}
@@ -66,11 +59,10 @@ def _errors_named(folder: ModelFolder) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UsageError(
-            f"model {folder.name!r} needs a package that is not installed: {first_line(error)}; for a tokenizer that "
-            "comes as a .model file: pip install sentencepiece protobuf"
-        ) from None
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UsageError(f"model {folder.name!r} needs a package that is not installed: {first_line(error)}") from None
+    except BatchgenError:
+        raise
+    except Exception as error:  # The libraries raise what they like over files that are not as they should be.
         place = folder.checkpoint or folder.path
         raise UsageError(f"model {folder.name!r} cannot be loaded from {place}: {error}") from error
 
@@ -90,11 +82,7 @@ def load_scheduler(folder: ModelFolder) -> Any:
     if not options:
         return made
     cls = options.pop("_class_name", own["_class_name"])
-    changed = getattr(diffusers, cls).from_config(made.config, **options)
-    idle = [name for name in options if name not in inspect.signature(type(changed).__init__).parameters]
-    if idle:
-        raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {', '.join(idle)}; leave it out")
-    return changed
+    return getattr(diffusers, cls).from_config(made.config, **options)
 
 
 def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
@@ -103,11 +91,12 @@ def load_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
     libraries = ("diffusers", "transformers")
     networks = {name: one for name, one in folder.components.items() if one.weights and one.library in libraries}
     without = {name: None for name, entry in folder.index.items() if entry == [None, None]}
+    check_packages(folder)
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     with _errors_named(folder):
         parts = {name: _load(folder, name, one, dtype) for name, one in networks.items()}
-        if folder.replaced.scheduler_file or folder.replaced.scheduler:
+        if folder.replaced.has_scheduler:
             parts["scheduler"] = load_scheduler(folder)
         return getattr(diffusers, folder.family).from_pretrained(
             folder.path,
@@ -176,5 +165,5 @@ def _converted(folder: ModelFolder, others: dict[str, Any], dtypes: Mapping[str,
 
 
 def _class(component: Component) -> Any:
-    library = _LIBRARIES[component.library]
+    library = importlib.import_module(component.module)
     return next(getattr(library, one) for one in component.classes if hasattr(library, one))

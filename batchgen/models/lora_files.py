@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +64,10 @@ def _absolute(file: LoraFile) -> LoraFile:
 def _found(name: str, file: LoraFile) -> Path:
     place = Path(file.path).expanduser()
     if place.is_file():
-        _refuse_idle(name, file, ("weight_name", "revision"), "a file")
+        _refuse_idle(name, file, "weight_name", "revision")
         return absolute(place)
     if place.is_dir():
-        _refuse_idle(name, file, ("revision",), "a local folder")
+        _refuse_idle(name, file, "revision")
     else:
         place = _cached(name, file)
     if file.weight_name is not None:
@@ -78,13 +78,13 @@ def _found(name: str, file: LoraFile) -> Path:
     return files[0].absolute()
 
 
-def _refuse_idle(name: str, file: LoraFile, keys: Iterable[str], what: str) -> None:
-    for key in keys:
-        if (value := getattr(file, key)) is not None:
-            raise UsageError(
-                f"model.loras: set {name!r}: {key} = {value!r} has no effect on {file.path}, which is {what}; leave it "
-                "out"
-            )
+def _refuse_idle(name: str, file: LoraFile, *keys: str) -> None:
+    for key in (one for one in keys if getattr(file, one) is not None):
+        is_what = "a folder here, which has no revisions" if Path(file.path).expanduser().is_dir() else "a file here"
+        raise UsageError(
+            f"model.loras: set {name!r}: {key} = {getattr(file, key)!r} has no effect, since {file.path} is {is_what}; "
+            "leave it out"
+        )
 
 
 def _which(name: str, file: LoraFile, names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """The Qwen-Image family (Qwen team 2025), a `batchgen.models.family.Family`.
 
 Each function does what diffusers' QwenImagePipeline does at that point, for a batch whose rows differ in prompt, seed,
-guidance and timestep. Texts are not padded: rows of a batch share their length.
+guidance and timestep. Rows of a batch share the length of their texts, or have them padded to one and looked past.
 """
 
 from __future__ import annotations
@@ -11,29 +11,57 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import QwenImagePipeline
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenImageTransformerBlock,
+)
 from torch import Tensor
 
 from batchgen.models.contents import ModelFolder
-from batchgen.models.family import Conditioning, Network, Schedule
+from batchgen.models.family import Conditioning, Network, as_long, guide
+from batchgen.models.flow import PATCH
 from batchgen.models.flow_facts import QWEN_LENGTHS
 from batchgen.models.loading import load_components
-from batchgen.models.varying import NEGATIVE, PROMPT, VaryingText
+from batchgen.models.varying import MASK, NEGATIVE, PROMPT, VaryingText
 
-_PATCH = 2
-"""Latents along a side of each patch of the network's sequence."""
+
+class LookingPast:
+    """diffusers' attention of this network, told here which tokens of texts are none: the network, if told that, would
+    copy a number to the device at every step, and nothing can be copied while steps are captured."""
+
+    def __init__(self) -> None:
+        self._own = QwenDoubleStreamAttnProcessor2_0()
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: None = None,
+        attention_mask: None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        is_text: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The images' tokens `[B, N, C]` and the texts' `[B, L, C]`, of which `is_text` `[B, L]`, if any are none."""
+        made: tuple[Tensor, Tensor] = self._own(
+            attn, hidden_states, encoder_hidden_states, is_text, image_rotary_emb=image_rotary_emb
+        )
+        return made
 
 
 class QwenImage(VaryingText):
     """A loaded pipeline on one device."""
 
     lengths = QWEN_LENGTHS
+    looks_past = True
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         blocks = (QwenImageTransformerBlock,)
         super().__init__(pipeline, pipeline.transformer, (pipeline.text_encoder,), device, blocks)
         self.tokenizer.padding_side = "right"
-        self.channels = pipeline.transformer.config.in_channels // _PATCH**2
+        for block in pipeline.transformer.transformer_blocks:
+            block.attn.set_processor(LookingPast())
+        self.channels = pipeline.transformer.config.in_channels // PATCH**2
         config = pipeline.vae.config
         self._mean, self._std = (
             torch.tensor(values, device=device)[:, None, None, None]
@@ -47,30 +75,28 @@ class QwenImage(VaryingText):
         hidden: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         return hidden
 
-    def schedule(self, width: int, height: int, steps: int) -> Schedule:
-        """As Family.schedule."""
-        side = self.pixels_per_latent * _PATCH
-        return Schedule(self._shift((height // side) * (width // side)), is_even=True)
-
     def predict(self, network: Network, latents: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As Family.predict; the network is given its sequence of patches."""
         size, scale, inputs = latents.shape, self.pixels_per_latent, conditioning.inputs
         patches = QwenImagePipeline._pack_latents(latents, *size)
-        shapes = [[(1, size[2] // _PATCH, size[3] // _PATCH)]] * size[0]
+        shapes = [[(1, size[2] // PATCH, size[3] // PATCH)]] * size[0]
 
         def told(text: str) -> Tensor:
+            is_text = inputs.get(text + MASK)
             predicted: Tensor = network(
                 hidden_states=patches,
                 timestep=timesteps.to(latents.dtype) / 1000,
                 encoder_hidden_states=inputs[text],
                 img_shapes=shapes,
+                attention_kwargs=None if is_text is None else {"is_text": is_text},
                 return_dict=False,
             )[0]
             return predicted
 
         prediction = told(PROMPT)
         if conditioning.is_guided:
-            prediction = guide_by_length(told(NEGATIVE), prediction, conditioning.guidance)
+            guided = guide(torch.cat([told(NEGATIVE), prediction]), conditioning)
+            prediction = as_long(guided, prediction)
         unpacked: Tensor = QwenImagePipeline._unpack_latents(prediction, size[2] * scale, size[3] * scale, scale)
         return unpacked[:, :, 0]
 
@@ -85,15 +111,6 @@ class QwenImage(VaryingText):
     def _unscaled(self, latents: Tensor) -> Tensor:
         """As LatentDiffusion._unscaled, `[B, C, 1, h, w]`: by the mean and deviation of each channel."""
         return latents[:, :, None] / (1.0 / self._std.to(latents.dtype)) + self._mean.to(latents.dtype)
-
-
-def guide_by_length(negative: Tensor, positive: Tensor, scale: Tensor) -> Tensor:
-    """Classifier-free guidance of patches `[B, N, C]`, by each row's scale `[B]`, with the length that each patch of
-    the prompt's own prediction has."""
-    guided = negative + (scale[:, None, None] * (positive - negative)).to(positive.dtype)
-    wanted, found = (torch.linalg.vector_norm(one, dim=-1, keepdim=True) for one in (positive, guided))
-    rescaled: Tensor = guided * (wanted / found)
-    return rescaled
 
 
 def load(folder: ModelFolder, dtype: torch.dtype, vae_dtype: torch.dtype | None, device: torch.device) -> QwenImage:

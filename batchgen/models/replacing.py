@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import UsageError
+from batchgen.models import signatures
 from batchgen.models.layouts import Component
 from batchgen.models.reading import absolute, read_json
 from batchgen.weights import Model
@@ -18,6 +21,9 @@ from batchgen.wording import first_line, listed
 _CONFIG, _INDEX, _SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
 _FILES = (_CONFIG, "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*-of-*.safetensors")
 _FILES_OF_VAE = (*_FILES, "diffusion_pytorch_model.safetensors.index.json")
+
+_OF_LATENTS = {"latent_channels": 4, "scaling_factor": 0.18215, "shift_factor": None}
+"""Keys of a VAE's configuration that say what latents it is for, with the defaults of AutoencoderKL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,10 @@ class Replaced:
     scheduler: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Keys over the scheduler's configuration, its class among them."""
 
+    @property
+    def has_scheduler(self) -> bool:
+        return bool(self.scheduler_file or self.scheduler)
+
     def identity(self) -> dict[str, str]:
         """What files do not tell."""
         return {"scheduler": json.dumps(self.scheduler, sort_keys=True)} if self.scheduler else {}
@@ -37,17 +47,35 @@ class Replaced:
     def check(self, model: str, components: Mapping[str, Component], path: Path, *, is_generic: bool) -> None:
         """Raises UsageError for what does not fit a model folder's components; of a generic family's scheduler nothing
         is known."""
-        for name, is_given in (("vae", self.vae is not None), ("scheduler", self.scheduler_file or self.scheduler)):
+        for name, is_given in (("vae", self.vae is not None), ("scheduler", self.has_scheduler)):
             if is_given and name not in components:
                 raise UsageError(f"model.{name} has no effect on model {model!r}, which has none; leave it out")
         if self.vae is not None:
             self._check_vae(model, components["vae"], path)
-        if not is_generic and (self.scheduler_file or self.scheduler):
+        if self.has_scheduler:
             told = read_json(self.scheduler_file or path / "scheduler" / _SCHEDULER) | dict(self.scheduler)
-            if told.get("_class_name") not in components["scheduler"].classes:
+            cls = told.get("_class_name")
+            if not is_generic and cls not in components["scheduler"].classes:
                 raise UsageError(
-                    f"model.scheduler: {told.get('_class_name')} does not run in the pipeline of model {model!r}; "
-                    f"allowed is {', '.join(components['scheduler'].classes)}"
+                    f"model.scheduler: {cls} does not run in the pipeline of model {model!r}; allowed is "
+                    f"{', '.join(components['scheduler'].classes)}"
+                )
+            self._check_options(str(cls))
+
+    def _check_options(self, cls: str) -> None:
+        keys = signatures.scheduler_keys(cls)
+        for key, value in self.scheduler.items():
+            if key == "_class_name":
+                continue
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {listed(list(keys))}"
+                raise UsageError(f"model.scheduler_options: {cls} of diffusers has no {key}; {hint}")
+            if not signatures.fits(value, annotation := keys[key]):
+                allowed = "" if annotation is None else ast.unparse(annotation)
+                raise UsageError(
+                    f"model.scheduler_options: {key} = {value!r} is not what {cls} of diffusers takes there, which is "
+                    f"{allowed}"
                 )
 
     def _check_vae(self, model: str, component: Component, path: Path) -> None:
@@ -58,12 +86,13 @@ class Replaced:
             raise UsageError(
                 f"model.vae: {self.vae} is of class {found!r}; allowed is {' or '.join(component.classes)}"
             )
-        mine, wanted = (one.get("latent_channels", 4) for one in (ours, theirs))
-        if mine != wanted:
-            raise UsageError(
-                f"model.vae: {self.vae} decodes latents of {mine} channels, and those of model {model!r} have "
-                f"{wanted}; name a VAE of this kind of model"
-            )
+        for key, default in _OF_LATENTS.items():
+            mine, wanted = (one.get(key, default) for one in (ours, theirs))
+            if mine != wanted:
+                raise UsageError(
+                    f"model.vae: {self.vae} is for other latents than model {model!r}: its {key} is {mine}, and that "
+                    f"of the model's own VAE {wanted}; name a VAE of this kind of model"
+                )
 
 
 NOTHING = Replaced()

@@ -21,7 +21,6 @@ from batchgen.models.dit import DiffusionTransformer
 from batchgen.models.dit_facts import SANA_LENGTH, plain, sana_instruction, with_instruction
 from batchgen.models.family import Encoded
 from batchgen.models.loading import load_components
-from batchgen.records import Row
 
 
 class Sana(DiffusionTransformer):
@@ -31,6 +30,7 @@ class Sana(DiffusionTransformer):
         blocks = (SanaTransformerBlock, ResBlock, EfficientViTBlock)
         super().__init__(pipeline, pipeline.transformer, (pipeline.text_encoder,), device, blocks)
         self.tokenizer.padding_side = "right"
+        self._noise_dtype = torch.float32
         self._longest = len(self.tokenizer.encode(sana_instruction())) + SANA_LENGTH - 2
 
     def _prompt(self, text: str) -> str:
@@ -49,11 +49,6 @@ class Sana(DiffusionTransformer):
             tuple(_ends(one) if text.startswith(instruction) else one[:SANA_LENGTH] for one in (embedding, seen))
             for text, embedding, seen in zip(texts, embeddings, mask, strict=True)
         ]
-
-    def noise(self, row: Row, generator: torch.Generator) -> Tensor:
-        """As Family.noise, in float32."""
-        scale = self.pixels_per_latent
-        return torch.randn((1, self.channels, row.height // scale, row.width // scale), generator=generator)
 
     def _told(self, timesteps: Tensor) -> Tensor:
         scale: float = self._pipeline.transformer.config.timestep_scale

@@ -18,7 +18,7 @@ from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
 from batchgen.models.safety import SafetyChecker
 from batchgen.models.unet import UNetDiffusion
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class StableDiffusion(UNetDiffusion):
@@ -42,10 +42,10 @@ class StableDiffusion(UNetDiffusion):
         embeddings = encoder(ids, attention_mask=mask if is_masked else None)[0].to(self.dtype)
         return [(embedding,) for embedding in embeddings]
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, and what `_with_guidance` adds."""
-        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, is_guided)])
-        return self._with_guidance(rows, is_guided, {"encoder_hidden_states": embeddings})
+        embeddings = torch.stack([encoded[text][0] for text in self.texts(rows, group.is_guided)])
+        return self._with_guidance(rows, group.is_guided, {"encoder_hidden_states": embeddings})
 
 
 def load(

@@ -21,7 +21,7 @@ from batchgen.models.flow import FlowMatching
 from batchgen.models.flow_facts import SD3_T5_LENGTH
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components
-from batchgen.records import Row
+from batchgen.records import Group, Row
 
 
 class StableDiffusion3(FlowMatching):
@@ -66,14 +66,14 @@ class StableDiffusion3(FlowMatching):
         embeddings: Tensor = encoder(ids)[0]
         return embeddings
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
         """Inputs: `encoder_hidden_states` `[B or 2B, L, D]` and `pooled_projections` `[B or 2B, P]`."""
-        both = [encoded[text] for text in self.texts(rows, is_guided)]
+        both = [encoded[text] for text in self.texts(rows, group.is_guided)]
         inputs = {
             "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
             "pooled_projections": torch.stack([pooled for _, pooled in both]),
         }
-        return Conditioning(self._scales([row.guidance_scale for row in rows]), is_guided, inputs)
+        return Conditioning(self._scales([row.guidance_scale for row in rows]), group.is_guided, inputs)
 
     def schedule(self, width: int, height: int, steps: int) -> Schedule:
         """As Family.schedule."""

@@ -13,17 +13,15 @@ import diffusers
 import torch
 from torch import Tensor
 
-from batchgen.errors import UsageError
 from batchgen.models.contents import ModelFolder
-from batchgen.models.family import Conditioning, Encoded, doubled
+from batchgen.models.family import Conditioning, Encoded
 from batchgen.models.latent import tokens
 from batchgen.models.loading import load_components, vae_dtype_of
-from batchgen.models.transfer import to_device
-from batchgen.models.unet import UNetDiffusion
-from batchgen.records import Row
+from batchgen.models.unet import SizedUNetDiffusion, check_conditions
+from batchgen.records import Group, Row
 
 
-class StableDiffusionXL(UNetDiffusion):
+class StableDiffusionXL(SizedUNetDiffusion):
     """A loaded pipeline on one device."""
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
@@ -55,25 +53,14 @@ class StableDiffusionXL(UNetDiffusion):
         embeddings, pooled = torch.cat(hidden, dim=-1).to(self.dtype), output.text_embeds.to(self.dtype)
         return list(zip(embeddings, pooled, strict=True))
 
-    def conditioning(self, rows: Sequence[Row], is_guided: bool, encoded: Mapping[str, Encoded]) -> Conditioning:
-        """Inputs: `encoder_hidden_states` `[B or 2B, L, D]`, `text_embeds` `[B or 2B, P]`, `time_ids` `[B or 2B, 6]`
-        (height and width before cropping, crop top and left, height and width), and what `_with_guidance` adds."""
+    def conditioning(self, rows: Sequence[Row], group: Group, encoded: Mapping[str, Encoded]) -> Conditioning:
+        """Inputs: those of `_told`."""
         positives = [encoded[row.prompt] for row in rows]
         zeros = tuple(torch.zeros_like(one) for one in positives[0])
-        texts = [self._negative(row) for row in rows] if is_guided else []
-        both = [zeros if text is None else encoded[text] for text in texts] + positives
-        sizes = [(row.height, row.width, 0, 0, row.height, row.width) for row in rows]
-        inputs = {
-            "encoder_hidden_states": torch.stack([embedding for embedding, _ in both]),
-            "text_embeds": torch.stack([pooled for _, pooled in both]),
-            "time_ids": doubled(to_device(torch.tensor(sizes, dtype=self.dtype), self.device), is_guided),
-        }
-        return self._with_guidance(rows, is_guided, inputs)
-
-    def _arguments(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Any]:
-        """As UNetDiffusion._arguments: pooled embedding and sizes go by the name of added conditions."""
-        added = {name: inputs[name] for name in ("text_embeds", "time_ids")}
-        return {name: one for name, one in inputs.items() if name not in added} | {"added_cond_kwargs": added}
+        texts = [self._negative(row) for row in rows] if group.is_guided else []
+        return self._told(
+            rows, group.is_guided, [zeros if text is None else encoded[text] for text in texts] + positives
+        )
 
     def _unscaled(self, latents: Tensor) -> Tensor:
         """As LatentDiffusion._unscaled, with the mean and deviation of each channel where the VAE tells them."""
@@ -94,21 +81,10 @@ def load(
 ) -> StableDiffusionXL:
     """Load a checked folder; the VAE's dtype as `vae_dtype_of`. Raises UsageError as `load_components`, and for a
     network that takes other conditions than SDXL's."""
-    _check_conditions(folder)
+    check_conditions(folder, "SDXL", folder.config("text_encoder_2").get("projection_dim", 512))
     pipeline = diffusers.StableDiffusionXLPipeline(
         **load_components(folder, dtype, vae_dtype_of(folder, dtype, vae_dtype)),
         force_zeros_for_empty_prompt=folder.index.get("force_zeros_for_empty_prompt", True),
         add_watermarker=False,
     )
     return StableDiffusionXL(pipeline, device)
-
-
-def _check_conditions(folder: ModelFolder) -> None:
-    unet, text = folder.config("unet"), folder.config("text_encoder_2")
-    found, given = unet.get("projection_class_embeddings_input_dim"), text.get("projection_dim", 512)
-    wanted = 6 * (unet.get("addition_time_embed_dim") or 0) + given
-    if unet.get("addition_embed_type") != "text_time" or found != wanted:
-        raise UsageError(
-            f"model folder {folder.path}: unet/config.json has addition_embed_type {unet.get('addition_embed_type')!r} "
-            f"with {found} inputs; SDXL's is 'text_time' with {wanted}, for six sizes and a text embedding of {given}"
-        )

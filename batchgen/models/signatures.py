@@ -57,6 +57,50 @@ def takes_loras(pipeline: str) -> bool:
 
 
 @functools.cache
+def scheduler_keys(scheduler: str) -> Mapping[str, ast.expr | None]:
+    """The keys of a scheduler class's configuration and their annotations; none for a class that is not there. Raises
+    UsageError without diffusers."""
+    for path in (_place() / "schedulers").rglob("scheduling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        if re.search(rf"^class {re.escape(scheduler)}\b", text, re.MULTILINE):
+            made = [one for one in _class(text, scheduler).body if getattr(one, "name", "") == "__init__"]
+            if made and isinstance(made[0], ast.FunctionDef):
+                return {one.arg: one.annotation for one in made[0].args.args[1:]}
+    return {}
+
+
+def fits(value: str | float | bool, annotation: ast.expr | None) -> bool:
+    """Whether an annotation of numbers, texts and literals allows a value; any is allowed where there is none."""
+    if annotation is None:
+        return True
+    kinds, literals = set[str](), list[Any]()
+    _gather(annotation, kinds, literals)
+    if isinstance(value, bool):
+        return "bool" in kinds
+    if isinstance(value, str):
+        return "str" in kinds or value in literals
+    # diffusers calls some numbers without a default "bool | None".
+    return ("int" in kinds and isinstance(value, int)) or "float" in kinds or {"bool", "None"} <= kinds
+
+
+def _gather(annotation: ast.expr, kinds: set[str], literals: list[Any]) -> None:
+    """The names of a union and the values of its literals; what lists and mappings hold is none of them."""
+    if isinstance(annotation, ast.BinOp):
+        _gather(annotation.left, kinds, literals)
+        _gather(annotation.right, kinds, literals)
+    elif isinstance(annotation, ast.Name | ast.Constant):
+        kinds.add(ast.unparse(annotation))
+    elif isinstance(annotation, ast.Subscript):
+        name, inner = ast.unparse(annotation.value), annotation.slice
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        if name == "Literal":
+            literals += map(_literal, parts)
+        elif name in ("Optional", "Union"):
+            for part in parts:
+                _gather(part, kinds, literals)
+
+
+@functools.cache
 def _from_text() -> frozenset[str]:
     """The classes that diffusers itself lists as making images of text."""
     text = (_place() / "pipelines" / "auto_pipeline.py").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from batchgen.errors import UsageError
 from batchgen.models.facts import Facts
 from batchgen.models.folder import facts_of, find_model
 from batchgen.models.lengths import Ints
+from batchgen.models.packages import check_packages
 from batchgen.weights import Model
 
 LengthsOf = Callable[[pa.Array], Ints]
@@ -28,28 +30,30 @@ class TokenCount:
 
 
 def load_tokenizer(model: Model) -> Any | None:
-    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does, and for one
-    whose tokens cannot be counted."""
+    """The model's tokenizer; None for a model without text encoder. Raises UsageError as find_model does, for one whose
+    tokens cannot be counted, and where a package is lacking but transformers itself, which is an ImportError."""
     if model.path == "pattern":
         return None
-    import transformers
-
     folder, name = find_model(model), facts_of(model).tokenizer
     if folder.is_generic:
         raise UsageError(
             f"how many tokens model {model.path!r} reads is known to its pipeline {folder.family} alone, so that none "
             "can be counted; take --on-truncate warn"
         )
-    return getattr(transformers, folder.components[name].classes[0]).from_pretrained(folder.path / name)
+    check_packages(folder)
+    component = folder.components[name]
+    library = importlib.import_module(component.module)
+    return getattr(library, component.classes[0]).from_pretrained(folder.path / name)
 
 
-def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts) -> list[TokenCount]:
-    """The count of each text, of which `facts.prompt_tokens` are read."""
+def count_tokens(tokenizer: Any, texts: Sequence[str], facts: Facts, *, are_negative: bool = False) -> list[TokenCount]:
+    """The count of each prompt or negative prompt, of which `facts.prompt_tokens` are read."""
     if not texts:
         return []
-    given = [facts.reads(text) for text in ("", *texts)]
+    reads = (are_negative and facts.reads_negative) or facts.reads
+    given = [reads(text) for text in ("", *texts)]
     before, *lengths = map(len, tokenizer(given, add_special_tokens=False, truncation=False, verbose=False).input_ids)
-    room = facts.prompt_tokens
+    room = facts.prompt_tokens - (before if facts.is_added_within else 0)
     return [TokenCount(min(length - before, room), max(length - before - room, 0)) for length in lengths]
 
 

@@ -8,6 +8,9 @@ from dataclasses import replace
 from batchgen.errors import UsageError
 from batchgen.models.facts import SCHEDULERS, Config, Facts, SamplerFacts, samplers_of
 
+KOLORS_LENGTH = 256
+"""Tokens of ChatGLM that KolorsPipeline takes by default, its two markers among them."""
+
 
 def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
     """Facts of a Stable Diffusion 1.x or 2.x folder from its configuration files.
@@ -20,7 +23,20 @@ def stable_diffusion(unet: Config, vae: Config, scheduler: Config, text_length: 
 def stable_diffusion_xl(unet: Config, vae: Config, scheduler: Config, text_length: int) -> Facts:
     """As `stable_diffusion`, of an SDXL folder."""
     found = _latent_diffusion(unet, vae, scheduler, text_length, samplers_of(scheduler), default_sample=128)
-    return replace(found, family="stable-diffusion-xl", guidance_scale=5.0, strength=0.3)
+    return replace(found, family="stable-diffusion-xl", guidance_scale=5.0, strength=0.3, upcasts_vae=True)
+
+
+def kolors(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `stable_diffusion`, of a Kolors folder, from its configuration files by component. Raises UsageError, too, for
+    one whose null negative prompts diffusers cannot make."""
+    if configs["model_index.json"].get("force_zeros_for_empty_prompt"):
+        raise UsageError(
+            "the model folder's model_index.json has force_zeros_for_empty_prompt, with which diffusers' "
+            "KolorsPipeline fails for each guided row without a negative prompt; set it to false there"
+        )
+    unet, vae, scheduler = (configs[name] for name in ("unet", "vae", "scheduler"))
+    found = _latent_diffusion(unet, vae, scheduler, KOLORS_LENGTH, samplers_of(scheduler), default_sample=128)
+    return replace(found, family="kolors", guidance_scale=5.0, strength=None, upcasts_vae=True)
 
 
 def _latent_diffusion(
