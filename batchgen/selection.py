@@ -84,8 +84,8 @@ def _mask(table: pa.Table, one: Condition) -> Mask:
     """True where a row passes; a null passes nothing."""
     if one.column not in table.schema.names:
         near = difflib.get_close_matches(one.column, table.schema.names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"--where: there is no column {one.column!r}; {hint}There are {listed(table.schema.names)}")
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {listed(table.schema.names)}"
+        raise UsageError(f"--where: there is no column {one.column!r}; {hint}")
     column = table[one.column]
     if one.operator == "~":
         return pc.match_substring(as_text(column), one.value, ignore_case=True)

@@ -17,13 +17,14 @@ from PIL import Image, ImageDraw, ImageOps
 
 from batchgen.codec import decode
 from batchgen.errors import BatchgenError, UsageError
-from batchgen.filesystem import readable, resumable
+from batchgen.filesystem import readable
 from batchgen.finalize import METADATA, METADATA_PARTIAL
 from batchgen.letters import Letters
 from batchgen.parts import part_reader
 from batchgen.records import Pixels
 from batchgen.rundir import RunDirectory
 from batchgen.selection import Selection
+from batchgen.targets import check_target, write_target
 
 _PICTURE = 160
 """Pixels of the longer side of a picture in the sheet."""
@@ -65,6 +66,7 @@ def write_sheet(
     Raises UsageError for a folder that is no run directory, or has no table of its pictures yet, and for a selection
     that none of them passes; BatchgenError for a part that is missing or damaged.
     """
+    check_target(target, ".png")
     run.index()
     selected = selected or Selection()
     shown = _shown(run, num_rows, selected)
@@ -73,8 +75,7 @@ def write_sheet(
         raise UsageError(f"{run.path} has no picture to show: {what}")
     buffer, missing = io.BytesIO(), set[str]()
     contact_sheet(_read(run, shown), title, missing).save(buffer, "PNG")
-    with resumable(target):
-        target.write_bytes(buffer.getvalue())
+    write_target(target, buffer.getvalue())
     return Sheet(len(shown), "".join(sorted(missing)))
 
 
@@ -139,19 +140,23 @@ def _place(file_name: str, prompt: str) -> Shown:
 
 def _read(run: RunDirectory, shown: Sequence[Shown]) -> list[tuple[Pixels, str]]:
     """Their pixels, made small one by one, and prompts, in their order; every part is read once, as far as it is
-    needed."""
+    needed. Raises BatchgenError for what is missing or damaged."""
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for one in shown:
         wanted[one.part].add(one.member)
     found: dict[tuple[str, str], Pixels] = {}
     for part, members in wanted.items():
-        left = set(members)
-        for name, data in part_reader(run.path / part, members):
-            found[part, name] = np.asarray(_small(decode(data)))
-            left.discard(name)
-            if not left:
-                break
-        if left:
+        left, at = set(members), run.path / part
+        try:
+            for name, data in part_reader(at, members):
+                at = run.path / part / name
+                found[part, name] = np.asarray(_small(decode(data)))
+                left.discard(name)
+                if not left:
+                    break
+            if left:
+                raise BatchgenError(f"{min(left)} is not there")
+        except BatchgenError as error:
             cure = f"`batchgen verify {run.path} --repair` makes it again"
-            raise BatchgenError(f"{run.path / part} lacks {min(left)}; {cure}")
+            raise BatchgenError(f"{at}: {error}; {cure}") from error
     return [(found[one.part, one.member], one.prompt) for one in shown]

@@ -37,6 +37,17 @@ def outlast() -> None:
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
 
 
+def is_gone(stream: TextIO) -> bool:
+    """Whether whoever read a pipe or a terminal has left it: nobody will see what is still written."""
+    try:
+        number = stream.fileno()
+    except OSError:
+        return False
+    watched = select.poll()
+    watched.register(number, 0)  # Which asks for nothing but errors and hang-ups.
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watched.poll(0))
+
+
 def _lasting(stream: TextIO | None) -> TextIO:
     if stream is None:  # Closed when the process began.
         return open(os.devnull, "w", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 
@@ -10,11 +11,13 @@ import click
 from tqdm import tqdm
 
 from batchgen.balance import Balance, take_balance
+from batchgen.errors import UsageError
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
 from batchgen.pace import Pace
 from batchgen.report import status_facts, status_text
 from batchgen.rundir import RunDirectory
+from batchgen.streams import is_gone
 
 
 def look(run: RunDirectory, *, as_json: bool, is_short: bool = False) -> tuple[str, Balance]:
@@ -31,7 +34,10 @@ def look(run: RunDirectory, *, as_json: bool, is_short: bool = False) -> tuple[s
 
 def watch(run: RunDirectory, every_s: float, *, as_json: bool) -> Balance:
     """Show it every so many seconds until all rows are settled: on a terminal in the place of what was shown before,
-    with the rate of all workers together, as their commits tell it. The balance at the end."""
+    with the rate of all workers together, as their commits tell it, or until nobody reads it any more. The balance at
+    the end."""
+    if math.isnan(every_s):
+        raise UsageError("--watch nan is not usable: it takes a number of seconds from 0.1 on")
     pace: Pace | None = None
     while True:
         shown, balance = look(run, as_json=as_json, is_short=True)
@@ -46,7 +52,7 @@ def watch(run: RunDirectory, every_s: float, *, as_json: bool) -> Balance:
             if sys.stdout.isatty():
                 click.clear()
         click.echo(shown)
-        if not balance.outstanding:
+        if not balance.outstanding or is_gone(sys.stdout):
             return balance
         time.sleep(every_s)
 

@@ -51,7 +51,7 @@ LAYERS = [
     reporting.sample spill engine.graphs engine.norms stopping bench.workload bench.figures chunks
     slurm.programs doctor.findings fields filesystem owners gpus cost models.safety models.facts columns sources.base
     template models.demo.scenes models.demo.sprites models.demo.words models.signatures engine.attention engine.checking
-    progress bench.architectures bench.traces bench.surroundings models.checkpoints models.reading
+    progress targets bench.architectures bench.traces bench.surroundings models.checkpoints models.reading
     slurm.task refilling manifest_files disk metadata carried models.demo.captions models.demo.drawing models.demo.judge
     models.demo.networks pictures models.unet_facts models.flow_facts models.family identity ledger costs sizes
     sources.cells engine.meter doctor.machine weights

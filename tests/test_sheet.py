@@ -139,6 +139,29 @@ def test_a_lost_picture_is_named(tmp_path: Path) -> None:
     assert not (out / "sheet.png").exists()
 
 
+def test_a_damaged_picture_is_named(tmp_path: Path) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 2), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    damaged = out / runs.metadata(out)[1]["file_name"]
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    ended = runs.batchgen("sheet", out)
+    assert ended.code == 1
+    assert f"{damaged}: the image file is damaged" in ended.err
+    assert f"`batchgen verify {out} --repair` makes it again" in ended.err
+
+
+@pytest.mark.parametrize("command", ["sheet", "report"])
+def test_places_that_cannot_be_written_and_names_of_other_kinds(tmp_path: Path, command: str) -> None:
+    source, out = runs.prompts(tmp_path / "m.parquet", 1), tmp_path / "out"
+    assert runs.run(source, out).code == 0
+    ending = {"sheet": ".png", "report": ".html"}[command]
+    ended = runs.batchgen(command, out, "-o", tmp_path / "none" / f"x{ending}")
+    assert (ended.code, f"x{ending} cannot be written: No such file or directory" in ended.err) == (2, True)
+    ended = runs.batchgen(command, out, "-o", tmp_path / "x.jpg")
+    assert (ended.code, f"what is written is a {ending} file; name it NAME{ending}" in ended.err) == (2, True)
+    assert runs.batchgen(command, out, "-o", tmp_path / f"x{ending.upper()}").code == 0
+
+
 def test_a_run_without_a_picture(tmp_path: Path) -> None:
     source, out = runs.prompts(tmp_path / "m.parquet", 1), tmp_path / "out"
     assert runs.run(source, out).code == 0
@@ -201,6 +224,7 @@ def test_a_selection(tmp_path: Path) -> None:
     ("condition", "said"),
     [
         ("step>=30", "there is no column 'step'; did you mean 'steps'?"),
+        ("zzzz=1", "there is no column 'zzzz'; there are id, image_number"),
         ("steps", "is no condition: it takes a column, one of = != < <= > >= ~, and a value"),
         ("steps>=many", "'many' is no value of the column 'steps', whose type is int32"),
         ("steps>1000", "no picture to show: none of its images is selected"),

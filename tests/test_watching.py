@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+from batchgen.job import load_job
+from batchgen.rundir import RunDirectory, open_run
 from tests import runs
 from tests.terminals import on_a_terminal
 
@@ -37,6 +41,19 @@ def test_a_run_that_is_done_is_shown_once(tmp_path: Path) -> None:
     assert json.loads(line) == json.loads(runs.batchgen("status", out, "--json").out)
     assert runs.batchgen("status", tmp_path, "--watch").code == 2
     assert runs.batchgen("status", out, "--watch", "0").code == 2
+    assert runs.batchgen("status", out, "--watch", "nan").code == 2
+
+
+def test_it_ends_when_nobody_reads_it_any_more(tmp_path: Path) -> None:
+    """`status DIR --watch | head -1`, of a run that never ends."""
+    out = tmp_path / "out"
+    open_run(RunDirectory(out), [runs.prompts(tmp_path / "m.parquet", 3)], load_job(None, ["model.path=pattern"]))
+    words = [sys.executable, "-m", "batchgen", "status", str(out), "--watch", "0.1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=runs.ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"3 rows = 0 done")
+        process.stdout.close()
+        assert process.wait(runs.PATIENCE_S) == 0
 
 
 def test_what_was_shown_before_is_replaced_on_a_terminal(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from batchgen.balance import take_balance
 from batchgen.errors import BatchgenError, UsageError
-from batchgen.filesystem import readable, resumable
+from batchgen.filesystem import readable
 from batchgen.job import load_stored
 from batchgen.ledger import Ledger
 from batchgen.marker import is_finished
@@ -23,6 +23,7 @@ from batchgen.reporting.plan_counts import Evaluations, count_plan
 from batchgen.reporting.rows import count_rows
 from batchgen.reporting.spending import Spending
 from batchgen.rundir import RunDirectory
+from batchgen.targets import check_target, write_target
 
 _MOST_REJECTED = 5
 
@@ -32,6 +33,7 @@ def write_report(run: RunDirectory, target: Path, num_images: int) -> int:
 
     Raises UsageError for a folder that is no run directory, and where a library is missing.
     """
+    check_target(target, ".html")
     require_libraries()
     index = run.index()
     reader, ledger = PlanReader(run.plans, index), Ledger(run.root, run.files, plan=index.token)
@@ -50,8 +52,7 @@ def write_report(run: RunDirectory, target: Path, num_images: int) -> int:
         rejected=_rejected(run, index),
     )
     text = page(found)
-    with resumable(target):
-        target.write_text(text, encoding="utf-8")
+    write_target(target, text.encode())
     return sum(bool(card.picture) for card in found.cards)
 
 
