@@ -205,6 +205,57 @@ def test_held_shards_are_not_sent_for_again(slurm: Fakes, tmp_path: Path) -> Non
     assert slurm.calls("sbatch")[2].split()[1] == "--array=0-0"
 
 
+def queued(slurm: Fakes, **tasks: str) -> None:
+    """What squeue knows of arrays: tasks and their states."""
+    lines = "\n".join(f"{name[1:]} {state}" for name, state in tasks.items())
+    slurm.answer("squeue", f"echo {shlex.quote(lines)}")
+
+
+@pytest.mark.parametrize("words", [("--resume", "out"), ("m.parquet", "-o", "out")])
+def test_tasks_that_wait_are_not_sent_again(slurm: Fakes, words: tuple[str, ...]) -> None:
+    """Not by the same command given twice; of what was allowed, what is missing is sent."""
+    again = runs.batchgen if "--resume" in words else submit
+    more = () if "--resume" not in words else ("submit",)
+    submit(prompts(10), "-o", "out", "--set", "slurm.tasks=3")
+    queued(slurm, _101_0="PENDING", _101_1="CONFIGURING", _101_2="RUNNING")
+    ended = again(*more, *words, "--set", "slurm.tasks=3")
+    assert (ended.code, len(slurm.calls("sbatch"))) == (0, 2), ended.err
+    assert slurm.calls("squeue")[-1] == "-h -r -j 101 -o %i %T"
+    assert "3 tasks sent before, in the queue or just begun: 101_0, 101_1, 101_2 (scancel 101 takes all" in ended.err
+    assert "nothing is submitted: that is as many as slurm.tasks allows" in ended.err
+    queued(slurm, _101_0="COMPLETING", _101_1="PENDING")
+    again(*more, *words, "--set", "slurm.tasks=3")
+    assert slurm.calls("sbatch")[2].split()[1] == "--array=0-1"
+    slurm.refuse("squeue", "slurm_load_jobs error: Invalid job id specified")
+    ended = again(*more, *words, "--set", "slurm.tasks=100")
+    assert slurm.calls("squeue")[-1] == "-h -r -j 101,103 -o %i %T"
+    assert "sent before" not in ended.err
+    assert slurm.calls("sbatch")[4].split()[1] == "--array=0-9"
+
+
+def test_tasks_at_work_are_not_counted_as_waiting(slurm: Fakes, tmp_path: Path) -> None:
+    submit(prompts(3), "-o", "out")
+    run = RunDirectory(tmp_path / "out")
+    ledger = Ledger(run.root, run.files, replace(this_process(), host="n7", boot_id="another", job_id="101_0"))
+    ledger.make_folders()
+    assert ledger.claim(0, 0)
+    queued(slurm, _101_0="RUNNING", _101_1="PENDING")
+    ended = runs.batchgen("submit", "--resume", "out")
+    assert "1 task sent before, in the queue or just begun: 101_1 (" in ended.err
+    assert slurm.calls("sbatch")[2].split()[1] == "--array=0-0"
+    queued(slurm, _101_0="RUNNING", _101_1="PENDING", _101_2="PENDING")
+    ended = runs.batchgen("submit", "--resume", "out")
+    assert "nothing is submitted: that is as many as there are shards that nobody works on" in ended.err
+
+
+def test_a_queue_that_does_not_answer_holds_nothing_up(slurm: Fakes) -> None:
+    submit(prompts(3), "-o", "out")
+    slurm.refuse("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
+    ended = runs.batchgen("submit", "--resume", "out")
+    assert (ended.code, len(slurm.calls("sbatch"))) == (0, 4)
+    assert "whether tasks that were sent before still wait is not known: squeue refuses: slurm_load_jobs" in ended.err
+
+
 def test_wrong_usage(slurm: Fakes, tmp_path: Path) -> None:
     for words in ([], ["m.parquet", "--resume", "out"], ["--resume", "out", "-o", "other"]):
         ended = runs.batchgen("submit", *words)
@@ -227,12 +278,12 @@ def test_another_job_in_the_directory_is_refused(slurm: Fakes) -> None:
 def test_a_dry_run_refuses_what_the_real_one_would(slurm: Fakes, tmp_path: Path) -> None:
     """Of a run that is planned: other keys of the plan."""
     assert submit(prompts(3), "-o", "out").code == 0
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted((tmp_path / "out").rglob("*"))
     ended = submit("m.parquet", "-o", "out", "--dry-run", "--set", "output.image=jpeg")
     assert ended.code == 2
     assert "is the run directory of another job" in ended.err
     assert submit("m.parquet", "-o", "out", "--dry-run").code == 0
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted((tmp_path / "out").rglob("*")) == before
 
 
 def test_a_cluster_may_change_between_submissions(slurm: Fakes) -> None:

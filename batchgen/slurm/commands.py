@@ -10,6 +10,7 @@ import click
 from batchgen.errors import UsageError
 from batchgen.options import job_of, laid_over, with_job_options
 from batchgen.saying import say, say_planned
+from batchgen.wording import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,9 +59,14 @@ def submit(
     left = _left(request, place, job, is_planned=bool(resume), is_dry=dry_run)
     for line in left.said:
         say(line)
-    num_tasks = min(job.slurm.tasks, left.shards)
-    if num_tasks == 0:
+    most = min(job.slurm.tasks, left.shards)
+    if most == 0:
         say("nothing is submitted: " + ("others hold all rows that are left" if left.rows else "all rows are settled"))
+        return
+    num_tasks = most - _num_waiting(place, left)
+    if num_tasks <= 0:
+        limit = "slurm.tasks allows" if most == job.slurm.tasks else "there are shards that nobody works on"
+        say(f"nothing is submitted: that is as many as {limit}")
         return
     arrays = windows(num_tasks, max_size, job.slurm.throttle)
     if dry_run:
@@ -100,6 +106,20 @@ def _left(request: Request, out: Path, job: Job, *, is_planned: bool, is_dry: bo
     if not is_planned:
         open_run(run, request.manifest, job, lambda planned: say_planned(planned, job), reading_bar())
     return left_of(run, job.run.stale_after_s)
+
+
+def _num_waiting(out: Path, left: Left) -> int:
+    """Tasks that were sent before and have no work yet, which is said of them."""
+    from batchgen.slurm.submit import waiting
+
+    found = waiting(out, left.at_work, say)
+    if found:
+        jobs = dict.fromkeys(name.partition("_")[0] for name in found)
+        say(
+            f"{counted(len(found), 'task')} sent before, in the queue or just begun: {listed(found[:5], len(found))} "
+            f"(scancel {' '.join(jobs)} takes all tasks back)"
+        )
+    return len(found)
 
 
 def _show(given: Submission, arrays: Sequence[Window]) -> None:

@@ -68,6 +68,21 @@ def time_left_s(name: str) -> float | None:
     return None if answer in _NO_LIMIT else seconds(answer)
 
 
+def tasks(ids: Sequence[str]) -> tuple[str, ...]:
+    """The tasks of arrays, `ARRAYJOB_TASK`, that wait in the queue or are at work; none of arrays that Slurm has
+    forgotten."""
+    try:
+        answer = _call(["squeue", "-h", "-r", "-j", ",".join(ids), "-o", "%i %T"], ASKING_S) if ids else ""
+    except SlurmError as error:
+        if "Invalid job id" not in str(error):
+            raise
+        answer = ""
+    found = [line.split() for line in answer.splitlines()]
+    if wrong := [words for words in found if len(words) != 2]:
+        raise SlurmError(f"squeue says {' '.join(wrong[0])!r} where a task and its state were expected")
+    return tuple(name for name, state in found if state != "COMPLETING")
+
+
 def _ask(name: str, what: str) -> str:
     return _call(["squeue", "-h", "-j", name, "-o", what], ASKING_S).strip()
 

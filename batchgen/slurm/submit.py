@@ -23,7 +23,7 @@ from batchgen.slurm import programs
 from batchgen.slurm.script import ARRAY, FINISH, FOLDER, Submission, Window, array_script, check, finish_script
 from batchgen.wording import counted
 
-REQUEST = "request.json"
+REQUEST, JOBS = "request.json", "jobs.json"
 USUAL_MAX_ARRAY_SIZE = 1001
 """Slurm's default."""
 
@@ -104,6 +104,8 @@ class Left:
     """Outstanding, whoever works on them."""
     said: tuple[str, ...] = ()
     """How the run stands; nothing of a run that is not planned."""
+    at_work: frozenset[str] = frozenset()
+    """Tasks that hold shards, by their names."""
 
 
 def left_of(run: RunDirectory, stale_after_s: float) -> Left:
@@ -117,7 +119,29 @@ def left_of(run: RunDirectory, stale_after_s: float) -> Left:
         for one in holders
     ]
     num_free = len(balance.shards) - balance.shards_settled - len(holders)
-    return Left(num_free, balance.outstanding, (*held, balance.line()))
+    return Left(
+        num_free, balance.outstanding, (*held, balance.line()), frozenset(one.job_id for one in balance.holders)
+    )
+
+
+def sent_before(out: Path) -> tuple[str, ...]:
+    """The arrays that were submitted for a run directory. Raises UsageError where their list cannot be read."""
+    path = out / FOLDER / JOBS
+    try:
+        return tuple(map(str, json.loads(path.read_bytes())))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path}, the list of jobs sent before, cannot be read ({error!r}); remove it") from None
+
+
+def waiting(out: Path, at_work: frozenset[str], say: Callable[[str], None]) -> tuple[str, ...]:
+    """Tasks that were sent before and hold no shard yet. Where Slurm does not say, there are none, and that is said."""
+    try:
+        return tuple(one for one in programs.tasks(sent_before(out)) if one not in at_work)
+    except programs.SlurmError as error:
+        say(f"whether tasks that were sent before still wait is not known: {error}")
+        return ()
 
 
 def send(given: Submission, arrays: Sequence[Window], say: Callable[[str], None]) -> Sent:
@@ -126,10 +150,11 @@ def send(given: Submission, arrays: Sequence[Window], say: Callable[[str], None]
     folder = given.out / FOLDER
     _put(folder / ARRAY, array_script(given, arrays[0]))
     _put(folder / FINISH, finish_script(given))
-    ids: list[str] = []
+    earlier, ids = sent_before(given.out), list[str]()
     try:
         for window in arrays:
             ids.append(programs.submit(folder / ARRAY, [f"--array={window.indices}"]))
+            _put(folder / JOBS, json.dumps([*earlier, *ids]))
             say(_array_line(window, ids[-1]))
         finish = programs.submit(folder / FINISH, [f"--dependency=afterany:{':'.join(ids)}"])
         say(f"submitted job {finish}: checks and finishes the run when they have ended, however they end")

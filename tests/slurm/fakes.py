@@ -22,7 +22,7 @@ class Fakes:
                 monkeypatch.delenv(name)
         self.answer("sbatch", 'echo "$(( $(wc -l < "$FAKES/sbatch.calls") + 100 ));cluster"')
         self.answer("scontrol", 'echo "MaxArraySize            = 1001"')
-        self.answer("squeue", "echo 1:00:00")
+        self.answer("squeue", 'case "$*" in *%i*) ;; *) echo 1:00:00 ;; esac')
 
     def answer(self, name: str, shell: str) -> None:
         """From now on `name` does this."""

@@ -280,6 +280,23 @@ def test_time_limit_without_requeue_then_resume(slurm: Cluster, tmp_path: Path) 
     assert "nothing is submitted" in runs.batchgen("submit", "--resume", run.out).err
 
 
+def test_tasks_that_wait_are_not_sent_twice(slurm: Cluster, tmp_path: Path) -> None:
+    """Held in the queue by a dependency that is never met, then forgotten by Slurm."""
+    blocker = slurm.ask("sbatch", "--parsable", "--hold", "--wrap", "true").strip()
+    one_by_one = ("plan.batch_sizes=[1]", "plan.shard_images=1")
+    keys = ("slurm.tasks=2", *one_by_one, f'slurm.options=["--dependency=afterok:{blocker}"]')
+    run = submit(slurm, runs.prompts(tmp_path / "m.parquet", 4), keys=keys)
+    again = runs.batchgen("submit", "--resume", run.out)
+    assert again.code == 0
+    assert f"2 tasks sent before, in the queue or just begun: {run.array}_0, {run.array}_1 (" in again.err
+    assert "nothing is submitted: that is as many as slurm.tasks allows" in again.err
+    more = runs.batchgen("submit", "--resume", run.out, "--set", "slurm.tasks=3", "--set", "slurm.options=[]")
+    third = said_by(slurm, "out", more)
+    assert codes(slurm.ended(third.array)) == {0: OK}, run.logs()
+    slurm.ask("scancel", blocker, run.array, run.finish)
+    run.check_every_row_once(4)
+
+
 def test_case_20_two_of_eight_tasks_again(slurm: Cluster, tmp_path: Path) -> None:
     # Two shards are made at once, so that the others are far from their end when the array is cancelled.
     rows = [{"id": f"row-{n}", "prompt": f"fault: slow {0.1 if n < 8 else 3}"} for n in range(32)]
