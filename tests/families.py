@@ -18,7 +18,11 @@ import torch
 import transformers
 from diffusers.pipelines.kolors import ChatGLMModel, ChatGLMTokenizer
 from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 
 from batchgen import sharing
 from batchgen.engine.whole import open_model
@@ -514,6 +518,59 @@ def z_image() -> Any:
     )
 
 
+GLM: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 256,
+    "initializer_range": 1.0,
+}
+COGVIEW: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "text_embed_dim": GLM["hidden_size"],
+    "time_embed_dim": 16,
+    "condition_dim": 8,
+    "rope_axes_dim": (16, 16),
+}
+COGVIEW_SCHEDULER: dict[str, Any] = SHIFTING_SCHEDULER | {
+    "base_shift": 0.25,
+    "max_shift": 0.75,
+    "time_shift_type": "linear",
+}
+
+
+def glm_tokenizer() -> Any:
+    """A GLM tokenizer of single bytes, which begins texts with two tokens of its own."""
+    own = ["<|endoftext|>", "[gMASK]", "<sop>"]
+    words = [*sorted(ByteLevel.alphabet()), *own]
+    made = Tokenizer(BPE({word: number for number, word in enumerate(words)}, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    made.decoder = ByteLevelDecoder()
+    made.post_processor = TemplateProcessing("[gMASK] <sop> $A", special_tokens=[("[gMASK]", 257), ("<sop>", 258)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=own[0], additional_special_tokens=own[1:], padding_side="left"
+    )
+
+
+def cogview() -> Any:
+    return diffusers.CogView4Pipeline(
+        transformer=diffusers.CogView4Transformer2DModel(**COGVIEW).eval(),
+        scheduler=scheduler(COGVIEW_SCHEDULER),
+        vae=diffusers.AutoencoderKL(**FLOW_VAE).eval(),
+        text_encoder=transformers.GlmModel(transformers.GlmConfig(**GLM)).eval(),
+        tokenizer=glm_tokenizer(),
+    )
+
+
 FLUX2: dict[str, Any] = {
     "in_channels": 16,
     "num_layers": 1,
@@ -570,6 +627,7 @@ BUILT: Mapping[str, Callable[[], Any]] = {
     "kolors": kolors,
     "qwen": qwen_image,
     "z-image": z_image,
+    "cogview": cogview,
     "chroma": chroma,
     "schnell": lambda: flux(FLUX | {"guidance_embeds": False}, FLOW_SCHEDULER | {"shift": 1.0}),
 }

@@ -36,7 +36,8 @@ WITH_TORCH = (
         "models/sana.py",
     ),
     *("models/sd.py", "models/sd3.py", "models/sdxl.py", "models/unet.py"),
-    *("models/chroma.py", "models/qwen_image.py", "models/varying.py", "models/z_image.py"),
+    *("models/chroma.py", "models/cogview4.py", "models/qwen_image.py", "models/varying.py"),
+    "models/z_image.py",
     *("models/safety.py", "models/tokens.py", "models/transfer.py"),
     *("bench/baselines.py", "bench/building.py", "bench/evaluations.py", "bench/images.py", "bench/modes.py"),
     *("bench/ours.py", "bench/surroundings.py", "bench/traces.py", "bench/watch.py"),
@@ -66,7 +67,7 @@ LAYERS = [
     engine.loras models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
     models.z_image engine.residence models.aura models.hunyuan models.lumina2 models.pixart models.sana models.kolors
-    models.tokens models.chroma engine.prompts doctor.model bench.baselines models.fetching
+    models.tokens models.chroma models.cogview4 engine.prompts doctor.model bench.baselines models.fetching
     survey models.loaders
     engine.engine
     truncation drafts notes engine.whole bench.evaluations bench.watch

@@ -20,7 +20,7 @@ from tests import families, tiny
 TEXTS = ["a fox", None, "", "a fox", "{} {0} %s", " \n\n a\n ", "<|im_end|>\n<|im_start|>user", "🐉 龍 é", tiny.LONG]
 
 
-@pytest.mark.parametrize("kind", ["qwen", "z-image"])
+@pytest.mark.parametrize("kind", ["qwen", "z-image", "cogview"])
 def test_a_text_is_as_long_in_a_plan_as_it_is_encoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lengths, "_AT_ONCE", 3)
     model = families.engine(kind).model

@@ -34,11 +34,18 @@ class Schedule:
     """diffusers' `mu`: how far the image's size moves the steps towards noise; None where it does not."""
     is_even: bool = False
     """Whether the pipeline gives the noise levels itself, evenly from 1 to 1/n."""
+    is_whole: bool = False
+    """Whether it gives timesteps, evenly from the last one of training to 1, cut to whole numbers, which the network is
+    told as they are, and the noise levels that they stand for."""
 
     def set(self, scheduler: Any, steps: int, device: torch.device | str) -> None:
         """Set a scheduler's timesteps."""
         shift = {} if self.shift is None else {"mu": self.shift}
-        if self.is_even:
+        if self.is_whole:
+            num = scheduler.config.num_train_timesteps
+            timesteps = np.linspace(num, 1.0, steps).astype(np.int64).astype(np.float32)
+            scheduler.set_timesteps(timesteps=timesteps, sigmas=timesteps / num, device=device, **shift)
+        elif self.is_even:
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), device=device, **shift)
         else:
             scheduler.set_timesteps(steps, device=device, **shift)

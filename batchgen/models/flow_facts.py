@@ -28,6 +28,10 @@ QWEN_LENGTHS = Lengths(
 """QwenImagePipeline's: a text's own. Nothing in its network depends on padding that it is told to look past."""
 Z_LENGTHS = Lengths(tuple(range(32, 513, 32)))
 """Those that ZImageTransformer2DModel pads texts to by tokens that it looks at, up to the most of ZImagePipeline."""
+COGVIEW_LENGTHS = Lengths(tuple(range(16, 1025, 16)), "{}")
+"""Those that CogView4Pipeline pads texts to by tokens that its network looks at, up to the most it takes by default;
+the next, tokens that its tokenizer puts before a text."""
+_BEFORE_TEXT = 2
 _FLUX_SIDE = 128
 """Latents along a side, where nobody says."""
 _Z_SIDE = 1024
@@ -184,6 +188,29 @@ def chroma(configs: Mapping[str, Config], clip_length: int) -> Facts:
         half_dtype="bfloat16",
         max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
         prompt_tokens=FLUX_T5_LENGTH - 1,
+    )
+
+
+def cogview4(configs: Mapping[str, Config], clip_length: int) -> Facts:
+    """As `stable_diffusion_3`, of a CogView4 folder."""
+    check_scheduler(configs["scheduler"])
+    network, scale = configs["transformer"], vae_scale(configs["vae"])
+    side = network.get("sample_size", 128) * scale
+    return Facts(
+        family="cogview-4",
+        size_multiple=2 * scale,
+        min_size=2 * scale,
+        width=side,
+        height=side,
+        steps=50,
+        guidance_scale=5.0,
+        sampler=SCHEDULERS[0],
+        text_length=COGVIEW_LENGTHS.allowed[-1],
+        samplers=EULER,
+        half_dtype="bfloat16",
+        max_steps=configs["scheduler"].get("num_train_timesteps", 1000),
+        prompt_tokens=COGVIEW_LENGTHS.allowed[-1] - _BEFORE_TEXT,
+        lengths=COGVIEW_LENGTHS,
     )
 
 

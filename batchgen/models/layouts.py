@@ -114,6 +114,14 @@ _COMPONENTS_Z: Mapping[str, Component] = {
     "tokenizer": _COMPONENTS_FLUX2["tokenizer"],
     "scheduler": _COMPONENTS_3["scheduler"],
 }
+_COMPONENTS_COGVIEW: Mapping[str, Component] = {
+    "transformer": Component("diffusers", ("CogView4Transformer2DModel",), weights="diffusion_pytorch_model"),
+    "vae": _COMPONENTS["vae"],
+    "text_encoder": Component("transformers", ("GlmModel",), weights="model"),
+    # The second is transformers' own name for the first by now.
+    "tokenizer": Component("transformers", ("PreTrainedTokenizerFast", "TokenizersBackend"), "tokenizer_config.json"),
+    "scheduler": _COMPONENTS_3["scheduler"],
+}
 _COMPONENTS_CHROMA: Mapping[str, Component] = {
     "transformer": Component("diffusers", ("ChromaTransformer2DModel",), weights="diffusion_pytorch_model"),
     "vae": _COMPONENTS["vae"],
@@ -216,6 +224,7 @@ FAMILIES: Mapping[str, Layout] = {
     "QwenImagePipeline": Layout(_COMPONENTS_QWEN, flow_facts.qwen_image, "transformer"),
     "ChromaPipeline": Layout(_COMPONENTS_CHROMA, flow_facts.chroma, "transformer"),
     "ZImagePipeline": Layout(_COMPONENTS_Z, flow_facts.z_image, "transformer"),
+    "CogView4Pipeline": Layout(_COMPONENTS_COGVIEW, flow_facts.cogview4, "transformer"),
     "PixArtAlphaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_alpha, "transformer"),
     "PixArtSigmaPipeline": Layout(_COMPONENTS_PIXART, dit_facts.pixart_sigma, "transformer"),
     "SanaPipeline": Layout(_COMPONENTS_SANA, dit_facts.sana, "transformer"),

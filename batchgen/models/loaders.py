@@ -9,6 +9,7 @@ import torch
 from batchgen.models import (
     aura,
     chroma,
+    cogview4,
     flux,
     flux2,
     hunyuan,
@@ -34,6 +35,7 @@ LOADERS: Mapping[str, Callable[[ModelFolder, torch.dtype, torch.dtype | None, to
     "QwenImagePipeline": qwen_image.load,
     "ChromaPipeline": chroma.load,
     "ZImagePipeline": z_image.load,
+    "CogView4Pipeline": cogview4.load,
     "PixArtAlphaPipeline": pixart.load_alpha,
     "PixArtSigmaPipeline": pixart.load_sigma,
     "SanaPipeline": sana.load,

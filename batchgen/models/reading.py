@@ -20,7 +20,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"model file {path} cannot be read: {error}") from None
+        raise UsageError(f"model file {path} cannot be read: {error}; fetch or copy it again") from None
     if not isinstance(content, dict):
-        raise UsageError(f"model file {path} holds no JSON object")
+        raise UsageError(f"model file {path} holds no JSON object; fetch or copy it again")
     return content
