@@ -24,6 +24,9 @@ SIZE = "size"
 TEMPLATE = "template"
 _SIZE = re.compile(r"\s*([0-9]{1,9})\s*[x×,;\t]\s*([0-9]{1,9})\s*")
 _SIZE_HEADER = re.compile(r"\s*width\s*[x×,;\t]\s*height\s*", re.IGNORECASE)
+_QUOTED_NOTHING = re.compile(r'(?<![^,\s])""(?![^,\s])')
+_NOTHING = "\0"
+"""What stands for `""` while csv is read, which does not tell it from nothing. No argument of a program holds it."""
 _PLAIN = re.compile(r"[a-z0-9]+( [a-z0-9]+)*")
 _NO_WORD = re.compile(r"[^a-z0-9]+")
 _MOST_MARK = 40
@@ -138,14 +141,14 @@ def _marks(name: str, values: Sequence[object]) -> pa.Array:
 
 
 def _of_list(values: str, where: str) -> list[str]:
-    """Values between commas, as csv quotes them."""
+    """Values between commas, as csv quotes them; the empty text stands as `""`."""
     try:
-        found = next(csv.reader([values], strict=True, skipinitialspace=True), [])
+        found = next(csv.reader([_QUOTED_NOTHING.sub(_NOTHING, values)], strict=True, skipinitialspace=True), [])
     except csv.Error as error:
         raise UsageError(f"{where}: its values are not csv ({error}); a value with a comma stands in quotes") from None
     if found and not all(found):
-        raise UsageError(f"{where}: a value between the commas is empty; take a comma out")
-    return found
+        raise UsageError(f'{where}: a value between the commas is empty; take a comma out, or write "" for no text')
+    return ["" if one == _NOTHING else one.replace(_NOTHING, '"') for one in found]
 
 
 def _of_file(path: Path, where: str) -> list[str]:

@@ -264,6 +264,8 @@ def retry(directory: Path, model: str | None, plan_only: bool) -> NoReturn:
     Example: batchgen retry prompts-out
     """
     from batchgen.appending import append_rows, failed, job_of
+    from batchgen.balance import take_balance
+    from batchgen.ledger import Ledger
     from batchgen.rundir import RunDirectory
     from batchgen.runner import run_planned
 
@@ -273,6 +275,11 @@ def retry(directory: Path, model: str | None, plan_only: bool) -> NoReturn:
     rows = failed(run, index)
     if not rows:
         say(f"no row of {directory} has failed: there is nothing to try again")
+        balance = take_balance(index, Ledger(run.root, run.files, plan=index.token))
+        if balance.outstanding and index.number == 0:  # Of a later plan they are those of a retry that was stopped.
+            say("the command that began the run makes the rows that are outstanding")
+            click.echo(balance.line())
+            sys.exit(balance.exit_code)
     index = append_rows(run, index, rows, model)
     if plan_only:
         end_planned(directory)

@@ -7,6 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,6 +15,7 @@ import click
 
 from batchgen.errors import BatchgenError, Interrupted, UsageError
 from batchgen.saying import say
+from batchgen.stopping import REPEAT_S
 from batchgen.wording import counted
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def work(
         if balance.outstanding:
             starts.begin(balance)
 
-    with listening(Stop()) as stop:
+    with listening(Stop(on_asked=_say_stopping)) as stop:
         try:
             hear()
             with starts.noting():
@@ -76,6 +78,16 @@ def work(
     click.echo(ending.balance.line())
     on_ended(ending)
     sys.exit(ending.exit_code)
+
+
+def _say_stopping(signal_name: str) -> None:
+    """At once, and by no buffer: a signal may come while one is written."""
+    line = (
+        f"{signal_name}: the batch at work is finished if the grace allows, and what is done is committed; a second "
+        f"signal, more than {REPEAT_S:.0f} s later, stops at once and drops that batch\n"
+    )
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), line.encode())
 
 
 def not_made(directory: Path, balance: Balance) -> Iterator[str]:

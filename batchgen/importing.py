@@ -78,4 +78,8 @@ def _columns(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
             raise click.UsageError(f"--column {pair!r} is not of the form NAME=SOURCE, such as prompt=caption")
+    names = [pair.partition("=")[0] for pair in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise click.UsageError(f"--column {name}=… is given more than once; give each of our columns one source")
     return {name: source for name, _, source in (pair.partition("=") for pair in pairs)}

@@ -40,6 +40,9 @@ class Planned:
     demand: Demand | None
     """Of a GPU's memory; None of a model without weights."""
 
+    def __repr__(self) -> str:
+        return f"<Planned: {self.num_images:,} images, {self.num_rejected:,} rows rejected>"
+
     @property
     def num_images(self) -> int:
         return self.draft.cut.num_rows

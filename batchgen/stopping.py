@@ -39,6 +39,8 @@ class Stop:
     """Whether it has been: libraries in C may turn it into an error of theirs."""
     is_at_once: bool = False
     """Whether a second signal came; it is raised once, however often it is repeated."""
+    on_asked: Callable[[str], object] = lambda name: None
+    """Told of a first signal that there is something to finish for, within the handler."""
 
     @property
     def is_asked(self) -> bool:
@@ -61,6 +63,7 @@ class Stop:
             if self.is_raised:
                 self.was_raised = True
                 raise Stopped
+            self.on_asked(self.signal_name)
         elif self.age_s() > REPEAT_S and not self.is_at_once:
             self.is_at_once = True
             raise StopNow

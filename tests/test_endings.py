@@ -107,6 +107,18 @@ def test_a_retry_of_nothing_says_so(tmp_path: Path) -> None:
     assert not (out / ".run/plan/1.json").exists()
 
 
+def test_a_retry_makes_no_rows_that_were_never_tried(tmp_path: Path) -> None:
+    source, out = runs.slow(tmp_path / "m.parquet", 12), tmp_path / "out"
+    process = runs.start(source, out, *SMALL, *FAULTS)
+    wait_for_receipts(out, process, 1)
+    process.signal(signal.SIGTERM)
+    runs.until(lambda: "SIGTERM: the batch at work is finished if the grace allows" in process.errors())
+    stopped = process.wait()
+    ended = runs.batchgen("retry", out)
+    assert (ended.code, balance(ended)) == (75, balance(stopped))
+    assert "the command that began the run makes the rows that are outstanding" in ended.err
+
+
 def test_rejected_rows(tmp_path: Path) -> None:
     source = runs.manifest(tmp_path / "m.parquet", {"prompt": ["a fox", None], "width": [64, 64]})
     ended = runs.run(source, tmp_path / "out", "--on-bad-row", "skip")

@@ -226,6 +226,19 @@ def test_sizes_are_spelled_in_many_ways(text: str, tmp_path: Path) -> None:
     assert made[0]["id"] == "prompt-a-cat_768x512"
 
 
+def test_the_empty_text_is_a_value_if_it_is_quoted(tmp_path: Path) -> None:
+    ended = runs.batchgen(
+        "import", "-o", tmp_path / "m.parquet", "--template", "a {c} fox",
+        "--grid", 'negative_prompt="",blurry', "--grid", 'c="big, ""red""", "",tall',
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    rows = pq.read_table(tmp_path / "m.parquet").to_pylist()
+    assert [(row["negative_prompt"], row["prompt"]) for row in rows] == [
+        (negative, f"a {color} fox") for negative in ("", "blurry") for color in ('big, "red"', "", "tall")
+    ]
+    assert len({row["id"] for row in rows}) == len(rows)
+
+
 # Errors
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
