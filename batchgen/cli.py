@@ -230,6 +230,8 @@ def verify(directory: Path, repair: bool, model: str | None, plan_only: bool, as
     # run that has not ended has still to make.
     is_open = balance.outstanding and index.number == 0
     goes_on = not plan_only and not is_open and not is_finished(run, balance)
+    if found.damaged and not repair:
+        say(f"{shlex.join(['batchgen', 'verify', str(directory), '--repair'])} makes what is damaged again")
     if not (repair and (found.faults or goes_on)):
         if balance.outstanding:
             rows = f"{balance.outstanding:,} of {counted(balance.rows, 'row')}"

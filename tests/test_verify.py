@@ -99,6 +99,7 @@ def test_each_damaged_image_is_named_with_its_row(
     kind = what.partition(":")[0]
     ended = commands.batchgen("verify", run.path)
     assert (ended.code, ended.closing_line) == (3, f"7 images checked, 4 faults: 3 {kind}, 1 missing")
+    assert f"batchgen verify {run.path} --repair makes what is damaged again" in ended.err
     told = json.loads(commands.batchgen("verify", run.path, "--json").out)
     assert (told["images"], told["kinds"]) == (7, {kind: 3, "missing": 1})
     assert [one["row_id"] for one in told["faults"] if one["kind"] == "missing"] == [rows[6]["id"]]
