@@ -84,7 +84,7 @@ def _say_stopping(signal_name: str) -> None:
     """At once, and by no buffer: a signal may come while one is written."""
     line = (
         f"{signal_name}: the batch at work is finished if the grace allows, and what is done is committed; a second "
-        f"signal, more than {REPEAT_S:.0f} s later, stops at once and drops that batch\n"
+        f"signal, more than {REPEAT_S:.0f} s later, leaves that batch unmade\n"
     )
     with suppress(OSError):
         os.write(sys.stderr.fileno(), line.encode())
