@@ -252,12 +252,14 @@ def check_differences(
         raise UsageError(
             "\n  ".join([f"{run.path} is the run directory of another job; it differs in", *lines])
             + f"\nGive the same manifest and options to resume it{hint}, or another directory with -o DIR"
-            + ("" if _has_images(run) else "; no image of it is made yet: remove it to begin anew")
+            + ("" if _has_begun(run) else "; no worker has begun it: remove it to begin anew")
         )
 
 
-def _has_images(run: RunDirectory) -> bool:
-    return run.files.is_folder(run.data) and bool(run.files.names(run.data))
+def _has_begun(run: RunDirectory) -> bool:
+    """Whether a shard was ever claimed: after that a part may be committed, or at work, that `data/` does not show."""
+    claims = run.root / "claims"
+    return run.files.is_folder(claims) and bool(run.files.names(claims))
 
 
 def _row_differences(run: RunDirectory, index: PlanIndex, now: Draft) -> list[str]:

@@ -73,14 +73,17 @@ def test_a_key_that_the_run_s_version_did_not_know_has_its_default(
     assert "output.png_info: false there, true now" in said
 
 
-def test_a_run_that_made_nothing_may_go(tmp_path: Path) -> None:
-    """Such as one whose LoRA turned out to fit no layer."""
+def test_a_run_that_no_worker_began_may_go(tmp_path: Path) -> None:
+    """Such as one whose LoRA turned out to fit no layer; not one whose images lie nowhere but in `.run/work` yet."""
     source, out = runs.manifest(tmp_path / "m.parquet", {"prompt": ["fault: raise"]}), tmp_path / "out"
     faults = ("--model", "pattern", "--set", "model.variant=faults")
     assert runs.batchgen("run", source, "-o", out, *faults).code == 3
     shutil.rmtree(out / "data", ignore_errors=True)
+    assert "remove it" not in refused("run", source, "-o", out, "--model", "pattern")
+    for claim in (out / ".run" / "claims").iterdir():
+        claim.unlink()
     said = refused("run", source, "-o", out, "--model", "pattern")
-    assert said.splitlines()[-1].endswith("-o DIR; no image of it is made yet: remove it to begin anew")
+    assert said.splitlines()[-1].endswith("-o DIR; no worker has begun it: remove it to begin anew")
 
 
 class TestAnotherManifest:
