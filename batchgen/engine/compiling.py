@@ -8,13 +8,14 @@ after 60 s of compiling, whole 128 ms after 50 s.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from batchgen.engine.activations import with_fused_gelu
 from batchgen.engine.crossing import projected, taking_projected
 from batchgen.engine.norms import by_channels
 from batchgen.models.family import Conditioning, Family, Network
@@ -23,6 +24,9 @@ KERNELS = ("eager", "regional", "compiled")
 SETTLING_ROWS = 8
 """Rows of the call that settles the code of blocks."""
 SETTLING_IMAGES = 2
+_OPTIONS: Mapping[str, Any] = {"triton.multi_kernel": 1}
+"""Of Inductor: each normalisation by the faster of two kernels, one of which holds a whole token. Unasked it takes the
+other from 1,025 channels on, which was found to be half as fast (SDXL's 1,280 in float16, one H200, torch 2.11)."""
 _IMAGE_DIMS = 4
 _MAX_FORMS = 64
 """Of one block's code: a form for each pair of channel counts, and again for a single row."""
@@ -104,7 +108,8 @@ class Compiler:
         self._has_whole = True
         if name not in self._wholes:
             self._wholes[name] = taking_projected(twin_of(module))
-        compiled: Network = torch.compile(part(self._wholes[name]), fullgraph=True, dynamic=False)
+        twin = part(self._wholes[name])
+        compiled: Network = torch.compile(twin, fullgraph=True, dynamic=False, options=dict(_OPTIONS))
         return compiled
 
     def _regional(self, name: str, module: nn.Module, settle: Callable[[Any], object]) -> Any:
@@ -115,7 +120,8 @@ class Compiler:
             for block in twin.modules():
                 if isinstance(block, self._model.blocks):
                     # Inductor gives up channels-last order for dynamic shapes unless it is told not to.
-                    block.compile(fullgraph=True, dynamic=True, options={"force_layout_optimization": True})
+                    options = {**_OPTIONS, "force_layout_optimization": True}
+                    block.compile(fullgraph=True, dynamic=True, options=options)
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_FORMS)
             # Else a width that happens to equal the height in this call would be taken to equal it always.
             torch.fx.experimental._config.use_duck_shape = False
@@ -126,7 +132,8 @@ class Compiler:
 
 def twin_of(module: nn.Module) -> nn.Module:
     """A module of its own over the same weights, to be compiled."""
-    return by_channels(copy.deepcopy(module, {id(one): one for one in chain(module.parameters(), module.buffers())}))
+    shared = {id(one): one for one in chain(module.parameters(), module.buffers())}
+    return with_fused_gelu(by_channels(copy.deepcopy(module, shared)))
 
 
 def order_by_channels(module: nn.Module) -> None:

@@ -19,19 +19,23 @@ class ChannelwiseGroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `[B, C, H, W]` or `[B, C, L]`; the arithmetic is in float32."""
         values = input.float()
+        spatial = tuple(range(_FIRST_SPATIAL, values.ndim))
+        # Moments about some value of the channel: about zero, a mean far from it would swallow the variance.
+        near = values
+        for dim in spatial:
+            near = near.narrow(dim, 0, 1)
+        mean, square = (values - near).mean(spatial), (values - near).square().mean(spatial)
         groups = len(values), self.num_groups, -1
-        variance, mean = torch.var_mean(values, tuple(range(_FIRST_SPATIAL, values.ndim)), correction=0)
-        between, centre = torch.var_mean(mean.view(groups), 2, correction=0, keepdim=True)
-        scale = (variance.view(groups).mean(2, keepdim=True) + between + self.eps).rsqrt()
-
-        def per_channel(one: Tensor) -> Tensor:
-            return one.expand_as(mean.view(groups)).reshape(*mean.shape, *[1] * (values.ndim - _FIRST_SPATIAL))
-
-        normalized = (values - per_channel(centre)) * per_channel(scale)
+        variance = (square - mean.square()).clamp_min(0).view(groups).mean(2, keepdim=True)
+        between, centre = torch.var_mean((mean + near.flatten(1)).view(groups), 2, correction=0, keepdim=True)
+        factor = (variance + between + self.eps).rsqrt().expand(mean.view(groups).shape)
+        offset = -centre * factor
         if self.affine:
             weight, bias = (one.float().view(1, self.num_groups, -1) for one in (self.weight, self.bias))
-            normalized = normalized * per_channel(weight) + per_channel(bias)
-        return normalized.to(input.dtype)
+            factor, offset = factor * weight, offset * weight + bias
+        # One tensor of both: else Inductor computes them anew for every value.
+        factor, offset = torch.stack((factor, offset)).view(2, *mean.shape, *[1] * len(spatial)).unbind()
+        return (values * factor + offset).to(input.dtype)
 
 
 def by_channels(module: nn.Module) -> nn.Module:
