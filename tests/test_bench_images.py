@@ -110,6 +110,12 @@ def test_every_row_is_in_one_call() -> None:
     assert [len(call) for call in baselines.in_batches(rows[:10], 4)] == [4, 4, 2]
 
 
+@pytest.mark.parametrize(("wanted", "sizes"), [(1, [4, 4]), (2, [4, 4]), (3, [4, 4, 2]), (0, [4, 4, 2])])
+def test_a_sample_is_of_full_batches(wanted: int, sizes: list[int]) -> None:
+    calls = baselines.in_batches(MIXED.wanted()[:10], 4)
+    assert [len(call) for call in baselines.to_sample(calls, wanted)] == sizes
+
+
 def test_kernels_are_summed_by_name() -> None:
     times = most([("gemm", 1, 2.0), ("copy", 3, 1.0), ("gemm", 1, 5.0)])
     assert [(one.name, one.calls, one.ms, one.share) for one in times] == [

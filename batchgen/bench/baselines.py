@@ -62,6 +62,12 @@ def in_batches(rows: Sequence[Wanted], size: int) -> list[Call]:
     return [tuple(rows[start : start + size]) for start in range(0, len(rows), size)]
 
 
+def to_sample(calls: list[Call], wanted: int) -> list[Call]:
+    """What a sample of `wanted` batches is drawn from: the full ones, where there are as many."""
+    full = [call for call in calls if len(call) == len(calls[0])]
+    return full if 0 < wanted <= len(full) else calls
+
+
 def per_set(rows: Iterable[Wanted], size: int) -> list[Call]:
     """One call for each exact set of width, height, steps and guidance, of at most `size` rows, by a row's work."""
     sets: dict[tuple[object, ...], list[Wanted]] = defaultdict(list)
@@ -108,7 +114,7 @@ class Diffusers:
         fastest = self.fastest(rows)
         if self.sample == fastest.calls:
             return fastest
-        return self._timed("best", in_batches(rows, fastest.batch_size), self.sample)
+        return self._batches("best", rows, fastest.batch_size, self.sample)
 
     def fastest(self, rows: Sequence[Wanted]) -> Baseline:
         """Of one batch of each size that the device holds and the workload fills."""
@@ -117,7 +123,7 @@ class Diffusers:
             if tried and size > len(rows):
                 break
             try:
-                tried.append(self._timed("best", in_batches(rows, size), 1))
+                tried.append(self._batches("best", rows, size, 1))
             except torch.OutOfMemoryError as error:
                 self.say(f"  batch {size} does not fit: {first_line(error)}")
                 break
@@ -138,7 +144,7 @@ class Diffusers:
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "mode": mode}
         setattr(self.pipeline, name, torch.compile(network, **options))
         self.pipeline.vae.decode = torch.compile(self.pipeline.vae.decode, **options)
-        return self._timed("compiled", in_batches(rows, size), self.sample)
+        return self._batches("compiled", rows, size, self.sample)
 
     def exact(self, rows: Sequence[Wanted]) -> Baseline:
         """A call for every exact parameter set, sampled evenly by the work of a call."""
@@ -173,6 +179,11 @@ class Diffusers:
         made = diffusers.DiffusionPipeline.from_pretrained(self.path, torch_dtype=dtype, **without)
         made.set_progress_bar_config(disable=True)
         self.pipeline = made.to(self.device)
+
+    def _batches(self, name: str, rows: Sequence[Wanted], size: int, sample: int) -> Baseline:
+        """Rows that agree in all but prompt and seed, `size` at a time."""
+        calls = in_batches(rows, size)
+        return self._timed(name, to_sample(calls, sample), sample, len(calls))
 
     def _timed(self, name: str, calls: list[Call], sample: int, of_calls: int = 0) -> Baseline:
         self._load()
