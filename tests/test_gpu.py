@@ -59,9 +59,8 @@ def batch_of(sampler: str) -> list[Row]:
 
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *OWN])
 @pytest.mark.parametrize("kind", ["sd1", "sd2", "sdxl"])
-def test_float32_latents(kind: str, sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TF32 off on both sides: it rounds to ten bits, and differently for different batch sizes."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+@pytest.mark.usefixtures("whole_float32")
+def test_float32_latents(kind: str, sampler: str) -> None:
     made = engine(kind, "float32")
     latents = tiny.denoise(made, batch_of(sampler))
     assert latents.device == torch.device(DEVICE)
@@ -336,6 +335,7 @@ def test_auto_times_the_kernels_and_settles_a_choice() -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "regional+graph"])
 @pytest.mark.parametrize("kind", ["sd1", "sdxl"])
+@pytest.mark.usefixtures("whole_float32")
 def test_rows_from_an_image_take_turns(kind: str, mode: str) -> None:
     """Three rows in two lanes, two of which begin from a picture; in float32, against diffusers on the device."""
     made, asked = engine_in(mode, kind, "float32"), rows("euler_ancestral")

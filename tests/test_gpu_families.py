@@ -27,6 +27,7 @@ def pixels(engine: Any, asked: Sequence[Batch]) -> dict[int, Pixels]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [*CAPTURED, PADDED])
+@pytest.mark.usefixtures("whole_float32")
 def test_a_captured_step_has_eagers_bits_and_makes_diffusers_picture(kind: str, dtype: str) -> None:
     is_padded, kind = kind == PADDED, "qwen" if kind == PADDED else kind
     options = [f"engine.device={DEVICE}", f"model.dtype={dtype}", "engine.attention=flash"]
