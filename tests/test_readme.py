@@ -233,8 +233,8 @@ def test_speed_is_what_the_figures_say() -> None:
     ours = [one["batchgen"] for one in both]
     peers = [{peer["name"]: peer for peer in one["baselines"]} for one in both]
     idle, used = [one["idle"]["idle_share"] for one in both], [one["compute"]["utilisation"] for one in both]
-    assert [(one["images"], one["failed"]) for one in ours] == [(1000, 0), (160, 0)]
-    assert [one["modes"] for one in ours] == [{"compiled+graph": 1000}, {"compiled+graph": 160}]
+    assert [(one["images"], one["failed"]) for one in ours] == [(1000, 0), (200, 0)]
+    assert [one["modes"] for one in ours] == [{"compiled+graph": 1000}, {"compiled+graph": 200}]
     assert {peer["batch_size"] for one in peers for name, peer in one.items() if name != "loop"} == {32}
     assert [one["best"]["calls"] for one in peers] == [one["compiled"]["calls"] for one in peers] == [6, 1]
     for row in (
@@ -252,9 +252,9 @@ def test_speed_is_what_the_figures_say() -> None:
 
 
 def test_speed_of_other_work_is_what_the_figures_say() -> None:
-    one, mixed = (figures(f"images-sd15-{name}") for name in ("one", "mixed"))
-    peers = {peer["name"]: peer["images_per_s"] for found in (one, mixed) for peer in found["baselines"]}
-    for found, peer in ((one, "loop"), (mixed, "exact"), (mixed, "sized")):
+    one, mixed, sd3 = (figures(f"images-{name}") for name in ("sd15-one", "sd15-mixed", "sd3"))
+    peers = {peer["name"]: peer["images_per_s"] for found in (one, mixed, sd3) for peer in found["baselines"]}
+    for found, peer in ((one, "loop"), (mixed, "exact"), (mixed, "sized"), (sd3, "best"), (sd3, "compiled")):
         ours = found["batchgen"]["steady_images_per_s"]
         assert re.search(rf"\| {ours:.2f} \| {peers[peer]:.2f}[^|]* \| {ours / peers[peer]:.2f} times \|", README)
     assert mixed["batchgen"]["padded_rows_share"] == 0
