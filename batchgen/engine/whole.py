@@ -1,4 +1,4 @@
-"""The generic family at work: rows made one by one by diffusers' own pipeline call, eager."""
+"""The generic family at work: rows made one by one by diffusers' own pipeline call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from batchgen.cost import Measurement
 from batchgen.engine.attention import attention
+from batchgen.engine.compiled_network import CompiledNetwork
 from batchgen.engine.decode import CONSTANT, Fault
 from batchgen.engine.devices import (
     dtype_of,
@@ -48,16 +49,20 @@ class WholePipeline:
     would have no effect."""
 
     def __init__(self, job: Job, context: Context | None = None) -> None:
-        folder = find_model(job.model)
+        folder, context = find_model(job.model), context or Context()
         check_keys(job, folder)
         self.device = find_device(job.engine.device)
-        limit_memory(job.engine.max_memory_bytes, self.device, (context or Context()).say)
+        limit_memory(job.engine.max_memory_bytes, self.device, context.say)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
         self._pipeline = load(folder, dtype, self.device)
         if folder.replaced.has_scheduler:
             check_options(self._pipeline.scheduler, folder.replaced.scheduler)
         self._loras = Loras(self._pipeline, lora_sets(job.model), job.model.path)
+        self._compiled: CompiledNetwork | None = None
+        if job.engine.mode == "compiled":
+            network = getattr(self._pipeline, folder.layout.network)
+            self._compiled = CompiledNetwork(network, self.device, dtype, context)
         self._pipeline_s = 0.0
         self._attention = None if job.engine.attention == "auto" else job.engine.attention
         self._taken = inspect.signature(self._pipeline.__call__).parameters
@@ -89,7 +94,8 @@ class WholePipeline:
         result = judge(np.asarray(made), row)
         if isinstance(result, Fault):
             return Failure(row, result.error, result.message)
-        return Image(row, result, 1, "eager", None, None, seconds)
+        mode = self._compiled.mode if self._compiled else "eager"
+        return Image(row, result, 1, mode, None, None, seconds)
 
     def _arguments(self, row: Row, should_drop: Callable[[], bool]) -> dict[str, Any]:
         """What the pipeline is told of a row; of what it knows nothing, nothing."""

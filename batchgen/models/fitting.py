@@ -7,7 +7,7 @@ from batchgen.job import Job
 from batchgen.models.contents import ModelFolder
 
 _OF_ENGINE = {
-    "mode": ("auto", "eager"),
+    "mode": ("auto", "eager", "compiled"),
     "decode_batch": (None,),
     "text_encoder": ("gpu",),
     "vae_tiling": (False,),
@@ -18,20 +18,29 @@ _OF_ENGINE = {
 def check_keys(job: Job, folder: ModelFolder) -> None:
     """Raises UsageError for keys that would have no effect on the model or that it cannot obey."""
     if folder.is_generic:
-        _check_generic(job)
+        _check_generic(job, folder)
     elif job.engine.text_encoder == "load":
         _check_load(job, folder)
 
 
-def _check_generic(job: Job) -> None:
+def _check_generic(job: Job, folder: ModelFolder) -> None:
     keys = {f"engine.{name}": (getattr(job.engine, name), allowed) for name, allowed in _OF_ENGINE.items()}
     keys["model.vae_dtype"] = (job.model.vae_dtype, (None,))
     for name, (value, allowed) in keys.items():
         if value not in allowed:
             raise UsageError(
                 f"{name} = {value!r} has no effect on model {job.model.path!r}: its rows are made by diffusers' own "
-                "pipeline, eager; leave it out"
+                f"pipeline; {_advice(name)}"
             )
+    if job.engine.mode == "compiled" and not folder.layout.network:
+        raise UsageError(
+            f"engine.mode = 'compiled' compiles a pipeline's transformer or unet, and model {job.model.path!r} has "
+            f"neither, but {', '.join(folder.layout.components)}; take eager"
+        )
+
+
+def _advice(key: str) -> str:
+    return "take eager or compiled" if key == "engine.mode" else "leave it out"
 
 
 def _check_load(job: Job, folder: ModelFolder) -> None:
