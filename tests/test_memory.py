@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from batchgen.engine import steps
 from batchgen.engine.devices import errors_named
 from batchgen.engine.engine import Engine
+from batchgen.engine.whole import open_model
+from batchgen.errors import UsageError
 from batchgen.generator import Context, DeviceLost, OutOfMemory
 from batchgen.making import Maker
 from batchgen.records import UNSAFE, Image, Outcome, Row
 from batchgen.stopping import Stop
-from tests import checkers, tiny
+from tests import checkers, families, tiny
 from tests.test_steps import Run
 
 CAPTURE = "CUDA error: operation failed due to a previous error during capture"
@@ -48,6 +51,22 @@ def test_what_a_device_reports(error: Exception, raised: type[Exception]) -> Non
     with pytest.raises(raised) as caught, errors_named("an H200"):
         raise error
     assert caught.type is raised
+
+
+@pytest.mark.parametrize("kind", ["sd1", "pag"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), torch.AcceleratorError("CUDA error: out of memory")]
+)
+def test_weights_that_do_not_fit_are_the_users_to_know_of(
+    kind: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to(network: nn.Module, *where: object, **how: object) -> None:
+        raise error
+
+    job = tiny.job(tiny.folder(kind) if kind == "sd1" else families.folder(kind))
+    monkeypatch.setattr(nn.Module, "to", to)
+    with pytest.raises(UsageError, match=r"the weights of model .* do not fit into the memory that is free on cpu"):
+        open_model(job, None)
 
 
 def test_a_libraries_lack_of_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

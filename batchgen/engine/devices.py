@@ -76,6 +76,21 @@ def errors_named(device: str) -> Iterator[None]:
 
 
 @contextmanager
+def placing(model: str, device: torch.device) -> Iterator[None]:
+    """Put a model's weights on a device within the block. Raises UsageError where they do not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_memory(error):
+            raise
+        raise UsageError(
+            f"the weights of model {model!r} do not fit into the memory that is free on {device_name(device)}: "
+            f"{first_line(error)}. `batchgen plan` says what they take, `nvidia-smi` what others hold of the GPU; take "
+            "a larger GPU, a half precision in model.dtype, or a smaller model"
+        ) from error
+
+
+@contextmanager
 def quiet_libraries(level: int = logging.ERROR) -> Iterator[None]:
     """Errors only from diffusers and transformers, or what is above another level: their advice while loading, and of
     what they will drop some day, is for people who write pipelines."""

@@ -20,6 +20,7 @@ from batchgen.engine.devices import (
     find_device,
     is_memory,
     limit_memory,
+    placing,
     quiet_libraries,
     usable_bytes,
     versions_of,
@@ -315,7 +316,7 @@ def _folder(job: Job) -> ModelFolder:
 def _load(job: Job, facts: Facts, device: torch.device, folder: ModelFolder) -> Family:
     dtype = dtype_of(job.model.dtype, facts, device)
     vae_dtype = None if job.model.vae_dtype is None else dtype_of(job.model.vae_dtype, facts, device)
-    with quiet_libraries():
+    with quiet_libraries(), placing(job.model.path, device):
         family = LOADERS[folder.family](folder, dtype, vae_dtype, device)
     if job.engine.vae_tiling:
         family.vae.enable_tiling()

@@ -19,6 +19,7 @@ from batchgen.engine.devices import (
     errors_named,
     find_device,
     limit_memory,
+    placing,
     quiet_libraries,
     versions_of,
 )
@@ -55,7 +56,8 @@ class WholePipeline:
         limit_memory(job.engine.max_memory_bytes, self.device, context.say)
         self.facts = facts_of(job.model, has_checker=job.engine.safety_checker)
         dtype = dtype_of(job.model.dtype, self.facts, self.device)
-        self._pipeline = load(folder, dtype, self.device)
+        with placing(job.model.path, self.device):
+            self._pipeline = load(folder, dtype, self.device)
         if folder.replaced.has_scheduler:
             check_options(self._pipeline.scheduler, folder.replaced.scheduler)
         self._loras = Loras(self._pipeline, lora_sets(job.model), job.model.path)

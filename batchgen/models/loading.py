@@ -60,7 +60,7 @@ def _errors_named(folder: ModelFolder) -> Iterator[None]:
         yield
     except ImportError as error:
         raise UsageError(f"model {folder.name!r} needs a package that is not installed: {first_line(error)}") from None
-    except BatchgenError:
+    except (BatchgenError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # The libraries raise what they like over files that are not as they should be.
         place = folder.checkpoint or folder.path
