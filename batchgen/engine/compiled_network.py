@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from batchgen.engine.checking import check
-from batchgen.engine.compiling import INDUCTOR, MAX_FORMS
+from batchgen.engine.compiling import MAX_FORMS
 from batchgen.engine.devices import is_alive, is_memory
 from batchgen.generator import Context
 from batchgen.wording import first_line
@@ -24,7 +24,7 @@ class CompiledNetwork:
         self.mode = "compiled"
         self._network, self._device, self._dtype, self._context = network, device, dtype, context
         self._eager = network.forward
-        self._compiled = torch.compile(network.forward, dynamic=True, options=dict(INDUCTOR))
+        self._compiled = torch.compile(network.forward, dynamic=True)
         self._checked: set[tuple[torch.Size, ...]] = set()
         """Shapes of arguments of calls that were held against eager ones."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)

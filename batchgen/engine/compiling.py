@@ -24,9 +24,10 @@ KERNELS = ("eager", "regional", "compiled")
 SETTLING_ROWS = 8
 """Rows of the call that settles the code of blocks."""
 SETTLING_IMAGES = 2
-INDUCTOR: Mapping[str, Any] = {"triton.multi_kernel": 1}
-"""Options: each normalisation by the faster of two kernels, one of which holds a whole token. Unasked it takes the
-other from 1,025 channels on, which was found to be half as fast (SDXL's 1,280 in float16, one H200, torch 2.11)."""
+_OF_WHOLES: Mapping[str, Any] = {"triton.multi_kernel": 1}
+"""Options of Inductor: each normalisation by the faster of two kernels, one of which holds a whole token. Unasked it
+takes the other from 1,025 channels on, which was found to be half as fast (SDXL's 1,280 in float16, one H200, torch
+2.11)."""
 _IMAGE_DIMS = 4
 MAX_FORMS = 64
 """Of one block's code: a form for each pair of channel counts, and again for a single row."""
@@ -109,7 +110,7 @@ class Compiler:
         if name not in self._wholes:
             self._wholes[name] = taking_projected(twin_of(module))
         twin = part(self._wholes[name])
-        compiled: Network = torch.compile(twin, fullgraph=True, dynamic=False, options=dict(INDUCTOR))
+        compiled: Network = torch.compile(twin, fullgraph=True, dynamic=False, options=dict(_OF_WHOLES))
         return compiled
 
     def _regional(self, name: str, module: nn.Module, settle: Callable[[Any], object]) -> Any:
@@ -120,8 +121,7 @@ class Compiler:
             for block in twin.modules():
                 if isinstance(block, self._model.blocks):
                     # Inductor gives up channels-last order for dynamic shapes unless it is told not to.
-                    options = {**INDUCTOR, "force_layout_optimization": True}
-                    block.compile(fullgraph=True, dynamic=True, options=options)
+                    block.compile(fullgraph=True, dynamic=True, options={"force_layout_optimization": True})
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_FORMS)
             # Else a width that happens to equal the height in this call would be taken to equal it always.
             torch.fx.experimental._config.use_duck_shape = False
