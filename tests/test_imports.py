@@ -48,7 +48,7 @@ LAYERS = [
     for line in """
     errors version wording streams slurm.environment timeleft schedule ranges doctor.torch_probe pace records infotext
     jobs.files slots cores letters models.lengths models.hashes models.transfer names models.demo.vocabulary models.demo
-    reporting.sample spill engine.graphs engine.norms stopping bench.workload bench.figures chunks
+    reporting.sample spill engine.graphs engine.norms engine.activations stopping bench.workload bench.figures chunks
     slurm.programs doctor.findings fields filesystem owners gpus cost models.safety models.facts columns sources.base
     template models.demo.scenes models.demo.sprites models.demo.words models.signatures engine.attention engine.checking
     progress targets bench.architectures bench.traces bench.surroundings models.checkpoints models.reading
@@ -63,7 +63,7 @@ LAYERS = [
     models.pattern checks limits planner sharing engine.devices writer engine.denoise making models.generic
     bench.building models.demo.train models.varying engine.forecasts product models.replacing
     identified duplicates rejections engine.room engine.relay models.hub models.contents engine.tuning importer
-    models.unchanged models.packages models.unet
+    models.unchanged models.packages models.unet engine.compiled_network
     engine.loras models.fitting engine.decode engine.steps models.loading models.completeness models.footprint
     engine.safety models.folder models.sd models.sdxl models.sd3 models.flux models.flux2 models.qwen_image
     models.z_image engine.residence models.aura models.hunyuan models.lumina2 models.pixart models.sana models.kolors
