@@ -259,10 +259,31 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _lay_over(tables: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    table, dot, key = name.strip().partition(".")
-    if not (equals and dot and key):
+    *path, key = _path(name.strip())
+    if not (equals and path and key):
         raise UsageError(f"--set {_shown(override)} is not of the form table.key=value")
-    tables.setdefault(table, {})[key] = _value(text)
+    inner = tables
+    for depth, one in enumerate(path, 1):
+        inner = inner.setdefault(one, {})
+        if not isinstance(inner, dict):
+            raise UsageError(
+                f"--set {_shown(override)}: {'.'.join(path[:depth])} is {_shown(inner)}, and holds no keys"
+            )
+    inner[key] = _value(text)
+
+
+def _path(name: str) -> list[str]:
+    """The keys that a dotted name is made of in TOML, where one may be quoted; else what is before and behind its first
+    dot."""
+    try:
+        content: Any = tomllib.loads(f"{name} = 0")
+    except (ValueError, RecursionError):
+        return name.split(".", 1)
+    keys = []
+    while isinstance(content, dict) and len(content) == 1:
+        ((key, content),) = content.items()
+        keys.append(key)
+    return keys if content == 0 else name.split(".", 1)
 
 
 def _value(text: str) -> Any:

@@ -7,6 +7,8 @@ import errno
 import hashlib
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,17 @@ def behind(content: bytes, kind: bytes) -> bytes:
         at = end
     chunks.sort(key=lambda one: (one[4:8] == b"IEND", one[4:8] == kind))
     return signature + b"".join(chunks)
+
+
+def deep(values: np.ndarray) -> bytes:
+    """A PNG of 16 bits a channel, which Pillow does not write."""
+    height, width, channels = values.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", width, height, 16, {3: 2, 4: 6}[channels], 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
 
 
 PATHS = ("pictures/a.png", "pictures/b.jpg", "pictures/c.webp", None)
@@ -349,6 +362,16 @@ def test_pixels_are_those_of_diffusers(tmp_path: Path, content: bytes) -> None:
     wanted = VaeImageProcessor().resize(picture, height=64, width=72)
     row = tiny.row(width=72, height=64, init=InitImage(seen.sha256.hex(), str(path)))
     assert (pictures.read(row) == np.asarray(wanted)).all()
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_of_colours_of_16_bits_the_upper_8_are_taken(tmp_path: Path, channels: int) -> None:
+    values = np.random.default_rng(0).integers(0, 2**16, (56, 80, channels))
+    path = tmp_path / "deep.png"
+    path.write_bytes(deep(values))
+    row = tiny.row(width=80, height=56, init=InitImage(pictures.look(path).sha256.hex(), str(path)))
+    assert (pictures.read(row) == values[..., :3] // 256).all()
+    assert (pictures.read(row) == np.asarray(diffusers.utils.load_image(str(path)))).all()
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("sd1", "eager"), ("flux", "graph")])

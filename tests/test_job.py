@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from batchgen import job as job_module
 from batchgen.errors import UsageError
 from batchgen.job import Job, load_job
 from batchgen.jobs.origins import toml
@@ -124,6 +125,33 @@ def test_every_key_is_set_by_file_and_by_option_alike(name: str, tmp_path: Path)
     assert load_job(path, [f"{name}={toml(VALUES[name])}", "columns.prompt=caption"]).columns == {"prompt": "caption"}
 
 
+@pytest.mark.parametrize(
+    ("override", "place"),
+    [
+        ('columns."my prompt"=text', ("columns", "my prompt")),
+        ("columns.'a.b'=text", ("columns", "a.b")),
+        ("columns.my prompt=text", ("columns", "my prompt")),
+        ("columns.größe=text", ("columns", "größe")),
+        ('model.loras."my set"=text', ("model", "loras", "my set")),
+        ("model.scheduler_options.timestep_spacing=text", ("model", "scheduler_options", "timestep_spacing")),
+    ],
+)
+def test_keys_are_dotted_and_quoted_as_in_a_job_file(override: str, place: tuple[str, ...]) -> None:
+    tables: dict[str, Any] = {}
+    job_module._lay_over(tables, override)
+    for key in place:
+        assert list(tables) == [key]
+        tables = tables[key]
+    assert tables == "text"
+
+
+def test_a_key_of_an_inner_table_leaves_the_others_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[model.scheduler_options]\ntimestep_spacing = 'trailing'\n", encoding="utf-8")
+    options = load_job(path, ["model.scheduler_options.rescale_betas_zero_snr=true"]).model.scheduler_options
+    assert options == {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+
+
 def refusal(path: Path | None = None, *overrides: str) -> str:
     with pytest.raises(UsageError) as refused:
         load_job(path, overrides)
@@ -138,9 +166,10 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
         ("samplign.steps=3", "--set: there is no key 'samplign'; did you mean 'sampling'?"),
         ("zzz.steps=3", "known here: model, sampling, columns, plan, engine, output, run, slurm"),
         ("run.zzz=3", "known here: grace_s, commit_every_s, stale_after_s, max_deaths"),
-        ("model.path.x=3", "there is no key 'model.path.x'"),
+        ("model.path.x=3", "model.path = {'x': 3} is not usable: Input should be a valid string"),
         ("steps=3", "--set 'steps=3' is not of the form table.key=value"),
         ("sampling.steps", "is not of the form table.key=value"),
+        ("sampling..steps=3", "there is no key 'sampling..steps'"),
         (".steps=3", "there is no key ''"),
         ("sampling.steps=x", "sampling.steps = 'x' is not usable: Input should be a valid integer"),
         ("sampling.steps=3.0", "sampling.steps = 3.0 is not usable"),
