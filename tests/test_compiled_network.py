@@ -107,3 +107,13 @@ def test_compiled_for_real(kind: str) -> None:
         assert (made.mode, said) == ("compiled", [])
         wanted = np.asarray(families.reference(kind, made.row), int)
         assert np.abs(wanted - np.asarray(made.pixels, int)).max() <= 1
+    # As LoRA sets are put into the weights.
+    network = engine._pipeline.transformer
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(1.1)
+    changed = made_by(engine, seed=5)
+    network.forward = engine._compiled._eager if engine._compiled else None
+    wanted, before = (np.asarray(one.pixels, int) for one in (made_by(engine, seed=5), made))
+    assert changed.mode == "compiled"
+    assert np.abs(np.asarray(changed.pixels, int) - wanted).max() <= 1 < np.abs(wanted - before).max()
