@@ -309,7 +309,8 @@ def test_blocks_are_compiled_once_for_every_size_and_batch() -> None:
     one = [first.latents(wide), first.latents(square)]
     num_compiled = counters["stats"]["unique_graphs"]
     assert num_compiled > 4
-    assert torch.equal(first.latents(wide[:1] * 5), one[0][:1].expand(5, -1, -1, -1))
+    # Not its bits: libraries of some processors multiply matrices of another height in another order, eagerly too.
+    assert deviation_of(first.latents(wide[:1] * 5), one[0][:1].expand(5, -1, -1, -1)) < 1e-5
     assert counters["stats"]["unique_graphs"] == num_compiled
     torch._dynamo.reset()
     other = [second.latents(square), second.latents(wide)][::-1]
